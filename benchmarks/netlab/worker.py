@@ -66,10 +66,11 @@ class CollectiveRun:
                 self._array, comm, operation
             )
         else:
-            steps = find_collective(operation, name, range(size))(comm.rank, size)
-            chunks = split(self._array.size, size)
+            collective = find_collective(operation, name, range(size))
+            steps, parts = collective(comm.rank, size), collective.contract.parts(size)
+            chunks = split(self._array.size, parts)
             self.sent_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
-            self._pending = Execution(steps, self._array, comm, tag=1)
+            self._pending = Execution(steps, self._array, comm, 1, parts)
 
     def run(self) -> float:
         """Return the seconds from a common start to the last rank's end.

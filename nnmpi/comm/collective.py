@@ -1,7 +1,7 @@
 """Collectives as values: each rank's steps, and a contract. No MPI and no arrays here.
 
-A collective over `size` ranks cuts the buffer into `size` chunks (`shard.split`), numbered
-0..size-1. Each rank has a tuple of steps, done in order. In a step the rank sends some of its
+A collective over `size` ranks cuts the buffer into chunks (`shard.split`), numbered 0..size-1 if
+its contract has no other number. Each rank has a tuple of steps, done in order. In a step the rank sends some of its
 chunks to one rank and receives chunks from one rank, both at once. The step is over when both
 transfers are; then the next one begins.
 
@@ -159,10 +159,11 @@ class Contract:
         begins: the parts before; None for an empty chunk.
         ends: the parts afterwards; None for a chunk that may hold anything.
         most: the most contributions of one rank to a chunk.
-        chunks: N ranks -> number of chunks; N of them make up one rank's buffer.
+        chunks: N ranks -> number of chunks.
         inputs: how many chunks of a rank are told apart: its contributions have a digit each.
-        room: in a collective with chunks of its own for input, output and scratch, how many make
-            up a buffer, and the number of the result's first; None if all work in the buffer.
+        parts: N ranks -> how many chunks make up one rank's buffer.
+        result: in a collective with chunks of its own for input, output and scratch, the number of
+            the result's first; None if all work in the buffer.
     """
 
     name: str
@@ -171,7 +172,8 @@ class Contract:
     most: int = 1
     chunks: Callable[[int], int] = int
     inputs: int = 1
-    room: tuple[int, int] | None = None
+    parts: Callable[[int], int] = int
+    result: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def coefficients(collective: Collective, size: int) -> tuple[int, float, float]:
 
     seconds = latencies x alpha + (sent x beta + added x gamma) x bytes of a buffer
     """
-    nbytes = (EAGER_BYTES + ITEM_BYTES) * size
+    nbytes = (EAGER_BYTES + ITEM_BYTES) * size * collective.contract.parts(size)
     latencies, sent, added = (
         price(collective, size, nbytes, Machine.uniform(*cost))
         for cost in ((1, 0), (0, 1 / nbytes), (0, 0, 1 / nbytes))
@@ -99,8 +99,8 @@ def simulate_collective(
     if len(nodes) % size:
         machine.nodes_of(size)  # raises
     collective = as_collective(collective)
-    room = collective.contract.room
-    seconds = _Seconds(machine, nodes, size, -(-nbytes // ITEM_BYTES), room[0] if room else size)
+    parts = collective.contract.parts(size)
+    seconds = _Seconds(machine, nodes, size, -(-nbytes // ITEM_BYTES), parts)
     clocks = [0.0] * len(nodes)
     for phase in collective.phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
@@ -120,14 +120,14 @@ def simulate_collective(
 
 @lru_cache(maxsize=2**8)
 def buffers_sent(collective: Collective, size: int) -> Sequence[float]:
-    """Return the buffers that each rank sends: its chunks / size."""
+    """Return the buffers that each rank sends."""
     total = [0] * size
     for phase in collective.phases:
         same = _steps_of_all(phase, size)
         for rank in range(size):
             steps = call_user(phase, Step, rank, size) if same is None else same
             total[rank] += sum(len(step.send) for step in steps)
-    return [chunks / size for chunks in total]
+    return [chunks / collective.contract.parts(size) for chunks in total]
 
 
 @lru_cache(maxsize=32)  # the planner prices the same ones with other lengths

@@ -296,10 +296,9 @@ class Execution(Stages):
 def in_room(
     steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int, contract: Contract
 ) -> Stages:
-    """Return an all-reduce by steps over chunks of its own (see `Contract.room`)."""
-    assert contract.room is not None
-    (parts, result), count = contract.room, contract.chunks(comm.size)
-    length = -(-array.size // parts)
+    """Return an all-reduce by steps over chunks of its own (see `Contract.result`)."""
+    count, result = contract.chunks(comm.size), contract.result or 0
+    length = -(-array.size // contract.parts(comm.size))
     room = namespace(array).zeros(count * length, array.dtype)
     begin, end = (room[at * length :][: array.size] for at in (0, result))
     inner = Execution(steps, room, comm, tag, count)

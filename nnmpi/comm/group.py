@@ -231,9 +231,10 @@ class Group(Communicator):
             if isinstance(algorithm, str)
             else self._proved(collective)
         )
-        if collective.contract.room is not None:
-            return in_room(steps, array, self.comm, tag, collective.contract)
-        return Execution(steps, array, self.comm, tag)
+        contract = collective.contract
+        if contract.result is not None:
+            return in_room(steps, array, self.comm, tag, contract)
+        return Execution(steps, array, self.comm, tag, contract.parts(self.size))
 
     @property
     def machine(self) -> Machine | None:

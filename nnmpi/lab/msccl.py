@@ -185,8 +185,9 @@ class MscclProgram:
                 return parts_of(k // each * inputs + own + k % each)
             return sum(parts_of(r * inputs + k) for r in range(ranks))
 
-        room = parts, result
-        return Contract(NAMES[coll], begins, ends, 1, lambda _: chunks, inputs, room)
+        return Contract(
+            NAMES[coll], begins, ends, 1, lambda _: chunks, inputs, lambda _: parts, result
+        )
 
 
 class ProgramWalk:
@@ -416,12 +417,13 @@ def write_program(collective: Collective, ranks: int) -> str:
     """
     contract = collective.contract
     coll = next((coll for coll, name in NAMES.items() if name == contract.name), "alltoall")
-    if coll == "alltoall" or contract.room:
+    if coll == "alltoall" or contract.result is not None:
         raise UsageError(f"{contract.name} by {collective.name} is not written as a program")
     buffer, count, add = "o" if coll == "allgather" else "i", str(ranks), ElementTree.SubElement
+    parts = str(contract.parts(ranks))
     head = {"name": collective.name, "proto": "Simple", "nchannels": "1", "inplace": "1"}
-    algo = ElementTree.Element("algo", head, nchunksperloop=count, ngpus=count, coll=coll)
-    sizes = {f"{which}_chunks": count if which == buffer else "0" for which in "ios"}
+    algo = ElementTree.Element("algo", head, nchunksperloop=parts, ngpus=count, coll=coll)
+    sizes = {f"{which}_chunks": parts if which == buffer else "0" for which in "ios"}
     nothing = ElementTree.Element("tb", id="-1"), ElementTree.Element("step", s="-1")
     for rank, steps in enumerate(proved_steps(collective, ranks)):
         gpu = add(algo, "gpu", sizes, id=str(rank))

@@ -4,11 +4,17 @@
 def formulas(N: int) -> dict[tuple[str, str], tuple[float, ...]]:
     """Return (latencies, buffers sent, buffers added) on the critical path, for N ranks.
 
-    Halving's buffers and the broadcast's ring are exact for powers of two.
+    Without those that are exact for powers of two alone, if N is none.
     """
     levels, power, part = (N - 1).bit_length(), N.bit_length() - 1, 1 - 1 / N
     fold = 2**power < N
     moved = 1 - 2.0**-power + fold
+    doubling = {
+        ("reduce-scatter", "recursive-halving"): (power, part, part),
+        ("all-gather", "recursive-doubling"): (power, part, 0),
+        ("broadcast", "recursive-doubling"): (2 * power, 2 * part, 0),
+        ("broadcast", "ring"): (power + N - 1, 2 * part, 0),
+    }
     return {
         ("all-reduce", "ring"): (2 * N - 2, 2 * part, part),
         ("all-reduce", "tree"): (2 * levels, 2 * levels, levels),
@@ -18,8 +24,8 @@ def formulas(N: int) -> dict[tuple[str, str], tuple[float, ...]]:
         ("reduce-scatter", "tree"): (levels, part, part),
         ("all-gather", "ring"): (N - 1, part, 0),
         ("all-gather", "tree"): (levels, part, 0),
-        ("broadcast", "ring"): (levels + N - 1, 2 * part, 0),
         ("broadcast", "tree"): (levels, levels, 0),
         ("all-to-all", "pairwise"): (N - 1, part, 0),
         ("neighbour-average", "gossip"): (min(N - 1, 2),) * 3,
+        **({} if fold else doubling),
     }

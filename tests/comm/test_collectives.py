@@ -16,7 +16,7 @@ from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.hierarchical import hierarchical
-from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find_collective
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree
 from nnmpi.comm.buffers import DTYPES, CommBuffer, check_buffer
@@ -29,7 +29,7 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     Step,
 )
-from nnmpi.comm.execution import Execution, NativeExecution, Pending
+from nnmpi.comm.execution import Execution, Pending
 from tests.harness.refusals import told
 
 NATIVES = (ALL_REDUCE.name, REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)
@@ -109,12 +109,7 @@ def test_messages_are_cut(
 ) -> None:
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", max_bytes)
     array = np.empty(61, np.float32)
-    if algorithm == NATIVE:
-        pending: Pending = NativeExecution(array, group.comm, operation)
-    else:
-        steps = find_collective(operation, algorithm)(group.rank, group.size)
-        pending = Execution(steps, array, group.comm, 4)
-    run_each_way(group, pending, array, operation)
+    run_each_way(group, group.bind(array, algorithm, 4, operation), array, operation)
 
 
 @pytest.mark.both_worlds

@@ -5,6 +5,7 @@ tree            all-reduce for short messages, broadcast for long ones; all-redu
                 server (star)
 halving         all-reduce in few rounds with a ring's bytes
 hierarchical    all-reduce over several nodes
+doubling        reduce-scatter, all-gather and broadcast, as MPICH does them on powers of two
 bruck           reduce-scatter and all-gather in few rounds
 pairwise        all-to-all
 gossip          each rank averages with its two neighbours

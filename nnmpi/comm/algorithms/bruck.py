@@ -23,6 +23,7 @@ byte gamma:
 Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
 """
 
+from nnmpi.comm.algorithms.doubling import reverse
 from nnmpi.comm.collective import Chunks, Step, Steps
 
 
@@ -41,10 +42,7 @@ def bruck_all_gather(rank: int, size: int) -> Steps:
 
 def bruck_reduce_scatter(rank: int, size: int) -> Steps:
     """Return the ceil(log2 size) steps after which each rank has the sum of its own chunk."""
-    return tuple(
-        Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)
-        for step in reversed(bruck_all_gather(rank, size))
-    )
+    return reverse(bruck_all_gather(rank, size))
 
 
 def _around(first: int, count: int, size: int) -> Chunks:

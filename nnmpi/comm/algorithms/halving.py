@@ -24,24 +24,32 @@ gamma:
 
     2 log2 N alpha  +  2 (N-1)/N M beta  +  (N-1)/N M gamma
 
-For other N: P in place of N, and 2 alpha + 2 M beta + M gamma more. As a half is a whole number
-of the N chunks, the bytes of the halving and of the doubling can each be up to log2 P / N M more.
-Source: Rabenseifner, Optimization of collective reduction operations, 2004.
+For other N: P in place of N, and 2 alpha + 2 M beta + M gamma more. The buffer has P chunks, so
+that each half is as long as the other. Source: Rabenseifner, Optimization of collective reduction
+operations, 2004.
 """
 
 from dataclasses import replace
 
-from nnmpi.comm.collective import Step, Steps
+from nnmpi.comm.collective import ALL_REDUCE, Step, Steps
+
+
+def largest_power(size: int) -> int:
+    """Return the largest power of two up to a number of ranks."""
+    return 1 << size.bit_length() - 1
+
+
+HALVED = replace(ALL_REDUCE, chunks=largest_power, parts=largest_power)
 
 
 def halving_doubling(rank: int, size: int) -> Steps:
     """Return this rank's steps: fold to a power of two, halve, double, unfold."""
-    power = 1 << size.bit_length() - 1
+    power = largest_power(size)
     folded = size - power  # pairs (0, 1), (2, 3) ... that become one rank
-    everything = range(size)
+    everything = range(power)
     if rank < 2 * folded and rank % 2:
         return Step(to=rank - 1, send=everything), Step(from_=rank - 1, recv=everything)
-    inner = _butterfly(rank // 2 if rank < 2 * folded else rank - folded, power, folded, size)
+    inner = _butterfly(rank // 2 if rank < 2 * folded else rank - folded, power, folded)
     if rank < 2 * folded:
         return (
             Step(from_=rank + 1, recv=everything, reduce=True),
@@ -51,13 +59,13 @@ def halving_doubling(rank: int, size: int) -> Steps:
     return inner
 
 
-def _butterfly(position: int, power: int, folded: int, size: int) -> Steps:
+def _butterfly(position: int, power: int, folded: int) -> Steps:
     """Return the halving and the doubling of one of the remaining ranks, at `position` 0..power-1.
 
     The first `folded` of these are the even ranks of the pairs.
     """
     halving: list[Step] = []
-    chunks = range(size)
+    chunks = range(power)
     distance = 1
     while distance < power:
         middle = chunks.start + len(chunks) // 2

@@ -6,8 +6,9 @@ from typing import Annotated, Final, TypeAlias
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.doubling import doubling_all_gather, halving_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
-from nnmpi.comm.algorithms.halving import halving_doubling, recursive_doubling
+from nnmpi.comm.algorithms.halving import HALVED, halving_doubling, recursive_doubling
 from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
@@ -30,14 +31,17 @@ _ALL = (
     Collective("ring", ALL_REDUCE, (ring_reduce_scatter, ring_all_gather)),
     Collective("tree", ALL_REDUCE, (tree_reduce, tree_broadcast)),
     Collective("ps", ALL_REDUCE, (star,)),
-    Collective("halving-doubling", ALL_REDUCE, (halving_doubling,)),
+    Collective("halving-doubling", HALVED, (halving_doubling,)),
     Collective(HIERARCHICAL, ALL_REDUCE, (hierarchical,)),
     Collective("ring", REDUCE_SCATTER, (ring_reduce_scatter,)),
     Collective("tree", REDUCE_SCATTER, (bruck_reduce_scatter,)),
+    Collective("recursive-halving", REDUCE_SCATTER, (halving_reduce_scatter,)),
     Collective("ring", ALL_GATHER, (ring_all_gather,)),
     Collective("tree", ALL_GATHER, (bruck_all_gather,)),
+    Collective("recursive-doubling", ALL_GATHER, (doubling_all_gather,)),
     Collective("ring", BROADCAST, (tree_scatter, ring_all_gather)),
     Collective("tree", BROADCAST, (tree_broadcast,)),
+    Collective("recursive-doubling", BROADCAST, (tree_scatter, doubling_all_gather)),
     Collective("pairwise", ALL_TO_ALL, (pairwise,)),
     Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,)),
 )
@@ -45,7 +49,9 @@ _ALL = (
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {(c.contract.name, c.name): c for c in _ALL}
 """All collectives by (operation, algorithm), such as ("all-gather", "ring")."""
 
-ALGORITHMS: Mapping[str, Collective] = {c.name: c for c in _ALL if c.contract is ALL_REDUCE}
+ALGORITHMS: Mapping[str, Collective] = {
+    c.name: c for c in _ALL if c.contract.name == ALL_REDUCE.name
+}
 """The all-reduces made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: a library call without steps

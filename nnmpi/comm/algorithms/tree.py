@@ -31,7 +31,8 @@ With eight ranks:
     round 1    0 1 ------->  2 3          4 5 ------->  6 7           distance 2
     round 2    0 ---->  1    2 ---> 3     4 ---->  5    6 --->  7     distance 1
 
-Then the all-gather of `ring.py`: every rank's chunk goes around once.
+Then the all-gather of `ring.py`: every rank's chunk goes around once. (The one of `doubling.py`
+takes fewer rounds on powers of two.)
 
 Cost with N ranks, M bytes, latency alpha, time per byte beta:
 

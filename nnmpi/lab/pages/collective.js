@@ -68,20 +68,20 @@ function panel(name) {
           .map(
             (message) =>
               `${message.from} ${message.reduce ? "adds to" : "to"} ` +
-              `${message.to}: ${named(message.chunks, ranks)}`,
+              `${message.to}: ${named(message.chunks, animation.parts)}`,
           )
           .join("; ") + (last.length > 8 ? " ..." : "")
       : "before the first round";
-    view.append(memory(view.clientWidth || 320, ranks, held, sent, moves ? last : []));
+    view.append(memory(view.clientWidth || 320, ranks, held, sent, animation.parts, moves ? last : []));
   };
   return self;
 }
 
-const named = (chunks, ranks) => (chunks.length === ranks ? "all" : `chunk ${chunks.join(", ")}`);
+const named = (chunks, parts) => (chunks.length === parts ? "all" : `chunk ${chunks.join(", ")}`);
 const parts = (text, rank) => (text ? parseInt(text[text.length - 1 - rank] || "0", 16) : 0);
 
 // Draw each rank's memory: a row of chunks, each with a stripe per rank that has contributed.
-function memory(width, ranks, held, sent, moving) {
+function memory(width, ranks, held, sent, whole, moving) {
   const left = 52,
     right = 64,
     high = 34;
@@ -138,7 +138,7 @@ function memory(width, ranks, held, sent, moving) {
       draw(
         "text",
         { x: left + chunks * wide + 6, y: y + high / 2 + 3 },
-        bytes((sent[rank] * settings.bytes) / ranks),
+        bytes((sent[rank] * settings.bytes) / whole),
       ),
     );
     held[rank].forEach((text, chunk) => picture.append(content(text, ...place(rank, chunk))));

@@ -56,7 +56,7 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
     rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
     for item in prove(collective, size).sent:
         cells = rounds[item.clock[0] - 1]
-        what = _name(item.chunks, size)
+        what = _name(item.chunks, collective.contract.parts(size))
         cells[item.sender].insert(0, f"{what} -> {item.receiver}")
         cells[item.receiver].append(f"{what} {'<+' if item.reduce else '<-'} {item.sender}")
     title = f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}"
@@ -107,8 +107,10 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
     messages = sorted(prove(collective, size).sent, key=lambda item: (item.clock[0], item.sender))
     chunks, begins_with = range(collective.contract.chunks(size)), collective.contract.begins
     begins = [[begins_with(rank, chunk, size) for chunk in chunks] for rank in range(size)]
+    parts = collective.contract.parts(size)
     return {
-        "begins": [[f"{parts:x}" if parts else "" for parts in local] for local in begins],
+        "parts": parts,
+        "begins": [[f"{held:x}" if held else "" for held in local] for local in begins],
         "rounds": max((message.clock[0] for message in messages), default=0),
         "messages": [
             {
@@ -117,8 +119,8 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
                 "to": message.receiver,
                 "chunks": list(message.chunks),
                 "reduce": message.reduce,
-                "after": [f"{parts:x}" for parts in message.after],
-                "clock": [message.clock[0], message.clock[1] / size],
+                "after": [f"{held:x}" for held in message.after],
+                "clock": [message.clock[0], message.clock[1] / parts],
             }
             for message in messages
         ],
@@ -136,7 +138,7 @@ def picture(collective: Collective, size: int) -> Picture:
             f"rank {item['to']}",
             item["round"] + 1,
             "added" if item["reduce"] else "copied",
-            _name(item["chunks"], size),
+            _name(item["chunks"], result["parts"]),
         )
         for item in result["messages"]
     ]
