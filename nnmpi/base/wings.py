@@ -11,7 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi.base.picture import preformat
 
 WINGS = {
     "asynchronous": "training whose ranks do not wait for one another",
@@ -22,6 +23,7 @@ NEEDS = {"teaching": ("asynchronous", "lab")}  # a wing's exercises draw, and ju
 # What the core and users ask a wing for, and where it is; without a colon the module itself.
 OFFERS = {
     "AsynchronousWorker": "asynchronous.worker:AsynchronousWorker",
+    "as_text": "lab.render.notebook:draw",
     "choose_layout": "lab.planner.auto_layout:choose",
     "exercise": "teaching.exercise",
     "find_launcher": "lab.launching:find_launcher",
@@ -55,3 +57,15 @@ def offered(name: str) -> Any:
     path, _, attribute = OFFERS[name].partition(":")
     module = import_module(module_of(path))
     return getattr(module, attribute) if attribute else module
+
+
+class Drawn:
+    """A value that a notebook draws, if the wing that does it is there."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        try:
+            return preformat(offered("as_text")(self))
+        except NnmpiError:
+            return None  # the notebook shows its text

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError
+from nnmpi.base.wings import Drawn
 
 Chunks: TypeAlias = tuple[int, ...] | range
 """Chunk numbers in the order of travel; a range for runs of thousands."""
@@ -177,7 +178,7 @@ class Contract:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Drawn):
     """A named algorithm with its contract: `collective(rank, size)` returns a rank's steps.
 
     Attributes:

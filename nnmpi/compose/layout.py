@@ -15,6 +15,7 @@ from nnmpi.base.command import as_given, check_numbers, non_defaults, require, s
 from nnmpi.base.custom import is_custom, name_of
 from nnmpi.base.errors import NnmpiError
 from nnmpi.base.units import Bytes
+from nnmpi.base.wings import Drawn
 from nnmpi.comm.algorithms.registry import AUTO, AllReduceName
 from nnmpi.comm.collective import Algorithm
 from nnmpi.comm.mesh import Mesh
@@ -72,7 +73,7 @@ class Degrees:
 
 @settings
 @dataclass(frozen=True)
-class Layout(Degrees):
+class Layout(Drawn, Degrees):
     """Degrees of parallelism, the pipeline's schedule, and memory savings.
 
     Raises:

@@ -5,8 +5,8 @@
     planner/     the fastest layout: profile, network, price, and the race of --layout auto
     measure      makes the fit of a machine
     onnx/        models as ONNX files
-    msccl        collectives as MSCCL's XML
-    render/      collectives and schedules as text and pictures
+    msccl, osu   collectives as MSCCL's XML; measurements by OSU's programs and nccl-tests
+    render/      collectives and schedules as text and pictures; what notebooks show
     pages/       interactive pages
 
 It imports the core. Nothing below imports it: see `base.wings`.

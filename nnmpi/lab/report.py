@@ -107,7 +107,7 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     return {
         "many": True,
         "results": [],
-        "head": [[name, _result(page["results"])] for name, page in pages.items()],
+        "head": [[name, result(page["results"])] for name, page in pages.items()],
         "charts": [chart for chart in charts if chart["lines"]],
         "names": [],
         "times": {},
@@ -120,7 +120,7 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def _result(tests: Sequence[Mapping[str, Any]]) -> str:
+def result(tests: Sequence[Mapping[str, Any]]) -> str:
     """Return a run's last evaluation as text."""
     if not tests:
         return "not evaluated yet"

@@ -31,6 +31,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
+from nnmpi.base.wings import Drawn
+
 
 class Kind(StrEnum):
     """The kinds of instructions, for stage s and microbatch m.
@@ -186,7 +188,7 @@ def stages_of(rank: int, ranks: int, stages: int, home: Home) -> tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Drawn):
     """All ranks' programs.
 
     Attributes:

@@ -52,6 +52,7 @@ from nnmpi.base.errors import (
     number,
     shortened,
 )
+from nnmpi.base.wings import Drawn
 from nnmpi.base.words import add_missing, instead, refuse_words
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.dtypes import may_meet, product_dtype
@@ -107,7 +108,7 @@ REFLECTED = dict(zip(f"{_NAMES} equal not_equal".split(), _OURS.split(), strict=
 PROBABILITIES = "sigmoid", "softmax"  # operations whose results are often taken for logits
 
 
-class Tensor(Variable):
+class Tensor(Drawn, Variable):
     """An array with automatic differentiation.
 
     Args:

@@ -25,6 +25,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import CheckpointError, DataError, UsageError
+from nnmpi.base.wings import Drawn
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
@@ -102,7 +103,7 @@ def _is_nested(row: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run(Drawn):
     """A run on one rank, during or after its training.
 
     Attributes:

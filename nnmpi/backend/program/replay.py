@@ -19,6 +19,7 @@ from nnmpi.backend.program.record import CallList
 from nnmpi.backend.program.tile import tile
 from nnmpi.base.errors import UsageError
 from nnmpi.base.picture import Bar, Picture
+from nnmpi.base.wings import Drawn
 
 # mapped memory begins at a page; small blocks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024
@@ -46,7 +47,7 @@ class Arena:
             self.memory = _aligned(count_bytes)
 
 
-class StepProgram:
+class StepProgram(Drawn):
     """The calls of a recorded step.
 
     Args:
