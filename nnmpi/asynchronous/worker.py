@@ -399,6 +399,11 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         expect("nnmpi.AsynchronousWorker(model, optimizer, group, sync)", (sync, Sync))
         if not sync.asynchronous:
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
+        if numerics.ema:
+            raise UsageError(
+                f"an average of the weights (ema) needs ranks in step, not {name_of(sync.sync)};"
+                " leave it out"
+            )
         if self.precision == "fp16":
             raise UsageError(
                 "with fp16 all ranks skip an update that overflows on one of them, but with"

@@ -305,7 +305,7 @@ class GradientExchange:
 @settings
 @dataclass(frozen=True)
 class Numerics:
-    """Precision and gradient clipping.
+    """Precision, gradient clipping, and an average of the weights.
 
     Example:
         >>> model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
@@ -327,9 +327,14 @@ class Numerics:
     """Gradient clipping: the largest global gradient norm. Where ranks do not wait in each step, it
     applies to each worker's gradient.
     """
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluation and
+    the trained run use the average.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "clip", 0, above=True)
+        check_numbers(self, "ema", 0, 1)
 
 
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, TypeAlias
@@ -233,6 +234,8 @@ class Trainer(
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
+        if numerics.ema:
+            optimizer.keep_average(numerics.ema)
         self.slow = slow
         self._is_own = arrangement is None  # so `release` frees its groups
         self.arrangement = (
@@ -301,6 +304,10 @@ class Trainer(
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """Return loss and score of this rank's parts of batches, summed over ranks. Collective."""
+
+    def averaged(self) -> AbstractContextManager[object]:
+        """Put the weights' average, if one is kept, in their place meanwhile. Collective."""
+        return nullcontext()
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """Return the last step's numbers that are no sums, by name."""

@@ -15,8 +15,9 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy; `check_pairs` and the forecast of memory do.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
@@ -33,7 +34,7 @@ from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.command import as_given, spelled
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
+from nnmpi.base.errors import LayoutError, NnmpiError, ShapeError, UsageError, expect
 from nnmpi.base.launcher import describe_idle
 from nnmpi.base.loop import Reached, last_read
 from nnmpi.base.timeline import COUNTER, current
@@ -614,7 +615,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             failed.extend([] if now.failed is None else [now.failed])
             return now.counts
 
-        with self._deterministic():
+        with self.averaged(), self._deterministic():
             parts = self.arrangement.mesh.sp.size
             given = to_evaluate(batches)
             if not self.arrangement.is_plain:
@@ -625,6 +626,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             if failed:
                 raise failed[0]
         return totals
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See `Trainer.averaged`: weights as `evaluate` uses them, for an export or predictions."""
+        swap = partial(self.parallel.swap_average, self.optimizer) if self.optimizer.ema else bool
+        swap()
+        try:
+            yield
+        finally:
+            swap()
 
     def _share_of(self, rows: list[int], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
@@ -704,6 +715,12 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """
     model, mesh = worker.model, worker.arrangement.mesh.sizes
     layout = worker.arrangement.layout
+    if layout.asynchronous and worker.optimizer.ema:
+        raise LayoutError(
+            f"an average of the weights (ema) cannot be combined with"
+            f" {as_given(layout, 'pipeline')}, whose stages update at times of their own; leave one"
+            " of them out"
+        )
     is_out = model.storage.state_store is not None
     check_layout(layout, mesh, worker.options, worker.precision, worker.clip, is_out)
     if layout.asynchronous and not worker.arrangement.is_pipeline:

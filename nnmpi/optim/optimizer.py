@@ -50,6 +50,8 @@ ByGroup: TypeAlias = float | Mapping[str, float]
 Part: TypeAlias = tuple[int, slice]
 """A buffer's number, and a slice of its elements."""
 
+EMA = "ema"  # the slot with the weights' average
+
 
 class Arrays(Storage, fixed="groups known_groups"):
     """A storage made of plain lists of arrays.
@@ -111,12 +113,14 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             writes to the data and the state in place, as one writes NumPy. It is a row formula (see
             `PlainKernels.rows`), which compiled kernels print as one loop.
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
+        ema: the decay of the weights' average, see `keep_average`; 0 for none.
     """
 
     elementwise: ClassVar[bool] = True
     formula: ClassVar[Callable[..., None] | None] = None
     _guard: Array | None = None
     run_id: str | None = None
+    ema: float = 0.0
     _places: Collection[Place] = ()  # of the loaders of the last update's batches
     _resumed: At | None = None
     lr: Any = _Followed()
@@ -338,9 +342,42 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             for array in (self._data, *self._slots.values()):
                 values = array[buffer].reshape(-1)[part]
                 saved.append((values, values.copy()))
+        blocks = [*blocks] if self.ema else blocks
         self.update_all(lr, blocks)
         for values, before in saved:
             values[...] = before
+        if self.ema:
+            keep = min(self.ema, (self.steps - 1) / (self.steps + 8))
+            every = blocks if self.elementwise else self.cut([slice(None)] * len(self._data))
+            for block in every:
+                block.update(_average, (keep,), self._guard, (block.average, block.data))
+
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the weights from now on, a part of the state.
+
+        Update t keeps `min(decay, (t - 1) / (t + 8))` of it, so that the first weights fade early.
+
+        Raises:
+            UsageError: unless 0 <= decay < 1.
+        """
+        self.ema = number(EMA, decay, 1)
+        if EMA not in self._slots:
+            self._slots[EMA] = list(map(self._zeros_like, self.storage.data))
+            for average, data in zip(self._slots[EMA], self.storage.data, strict=True):
+                average[...] = data
+            self.move()
+
+    def swap_average(self, parts: Sequence[slice] | None = None) -> None:
+        """Exchange the weights and their average; a second call undoes it. Collective with ZeRO.
+
+        Args:
+            parts: a slice of each buffer; all of it by default.
+        """
+        storage = self.storage
+        parts = parts or [slice(None)] * len(storage.data)
+        for data, average, part in zip(storage.data, self._slots[EMA], parts, strict=True):
+            data[part], average[part] = average[part].copy(), data[part].copy()
+        storage.finish_update()
 
     @property
     def can_guard(self) -> bool:
@@ -483,7 +520,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     [array[run] for array in full], block_elements(data)
                 ):
                     decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
-                    blocks.append(BufferBlock(xp, part, gradient, tuple(state), decay, rate))
+                    mean = state.pop() if EMA in self._slots else None
+                    blocks.append(BufferBlock(xp, part, gradient, tuple(state), decay, rate, mean))
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
@@ -577,6 +615,7 @@ class BufferBlock:
         slots: views of the state, in the order of the optimizer's slot names.
         decay: the weight decay of the buffer's group.
         rate: its learning rate, divided by the optimizer's.
+        average: of the data, if the optimizer keeps it.
         updates: what `PlainKernels.updater` returned, by the kernels and the settings.
     """
 
@@ -586,14 +625,17 @@ class BufferBlock:
     slots: tuple[Array, ...]
     decay: float
     rate: float
+    average: Array | None = None
     updates: dict[Any, Any] = field(default_factory=dict)
 
-    def update(self, formula: Any, numbers: Sequence[float], guard: Array | None) -> None:
-        """Compute an optimizer's formula."""
+    def update(
+        self, formula: Any, numbers: Sequence[float], guard: Array | None, arrays: Any = None
+    ) -> None:
+        """Compute a formula of these arrays: an optimizer's, of data, gradient and state."""
         kernels = kernels_of(self.data)
-        key = kernels, *[x for x in numbers if type(x) is not float]
+        key = formula, kernels, *[x for x in numbers if type(x) is not float]
         if key not in self.updates:
-            arrays = self.data, self.grad, *self.slots
+            arrays = arrays or (self.data, self.grad, *self.slots)
             self.updates[key] = kernels.updater(formula, arrays, numbers)
         self.updates[key](numbers, guard)
 
@@ -604,6 +646,10 @@ class BufferBlock:
                 f" block.{name}[...] = values"
             )
         object.__setattr__(self, name, value)
+
+
+def _average(average: Array, data: Array, keep: float) -> None:
+    average += (1 - keep) * (data - average)  # equal ones stay as they are, bit for bit
 
 
 def block_elements(array: Array) -> int:

@@ -269,6 +269,10 @@ class Replicas(
         scale(self.storage.grads, factor)
         optimizer.apply()
 
+    def swap_average(self, optimizer: Optimizer) -> None:
+        """Exchange the weights and their average. Collective."""
+        optimizer.swap_average()
+
     # ---- passes ----
 
     def begin_pass(self, last: bool) -> None:

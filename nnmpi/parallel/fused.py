@@ -162,6 +162,11 @@ class FusedUpdate:
         with self._group.collective("other ranks"):
             self._node.barrier.run()
 
+    def swap_average(self) -> None:
+        """Exchange the parameters and their average, when no rank reads them. Collective."""
+        self.optimizer.swap_average(self._node.owns)
+        self._node.barrier.run()
+
     def _add(self) -> float:
         """Sum this rank's slices into the node's gradients; return the sum of their squares."""
         total, node = 0.0, self._node
@@ -227,6 +232,10 @@ class FusedReplicas(Replicas):
         """See `Replicas.update`."""
         self._fused.update(float(factor))
         self.storage.zero_grad()  # what is left is no gradient
+
+    def swap_average(self, optimizer: Optimizer) -> None:
+        """See `Replicas.swap_average`."""
+        self._fused.swap_average()
 
     def describe(self) -> str:
         """See `Replicas.describe`."""

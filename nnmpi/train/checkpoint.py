@@ -68,7 +68,7 @@ from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.optimizer import EMA, Optimizer
 from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, check_fit
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
@@ -79,6 +79,7 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
+ArraySource: TypeAlias = tuple[Callable[[str], Array], ArraySpecs | None, Path | None]
 Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group | Arrangement]
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
 KEEP = 3  # newest checkpoints on disk
@@ -206,6 +207,16 @@ class Checkpoint:
             }
             given = {name: spec for name, spec in specs.items() if name in expected}
             check_fit(given, expected, self.model.file)
+
+    def weights(self) -> ArraySource:
+        """Return what gives the weights to use, `source_of` a file: their average if one is kept."""
+        (read, specs, file), state = source_of(self.model), self.optimizer
+
+        def used(name: str) -> Array:
+            average = f"{EMA}/{name}"
+            return state[average] if state and average in state.specs else read(name)
+
+        return used, specs, file
 
     @property
     def mesh(self) -> Mesh:
@@ -635,9 +646,7 @@ def _training(loop: Trained) -> Iterator[Training]:
     where.free()
 
 
-def source_of(
-    file: TensorFile | None,
-) -> tuple[Callable[[str], Array], ArraySpecs | None, Path | None]:
+def source_of(file: TensorFile | None) -> ArraySource:
     """Return the arguments of `ModelState.scatter`: on rank 0 a reader, specs and name."""
     if file is None:
         return dict[str, Array]().__getitem__, None, None
@@ -940,7 +949,7 @@ def _prune(folder: Path, newest: Path, keep: int, root: Path | None = None) -> N
 #     N bytes      JSON: {name: {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
 #     the rest     the arrays' elements, little-endian, in C order, without gaps
 #
-# Source of the format: https://github.com/huggingface/safetensors
+# ArraySource of the format: https://github.com/huggingface/safetensors
 
 HEADER_STEP_BYTES = 8  # the header is padded with spaces to align the elements
 NAMES = {

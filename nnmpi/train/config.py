@@ -382,13 +382,6 @@ class OptimizationConfig:
             " own; leave it out",
         )
 
-    @property
-    def state_arrays(self) -> int:
-        """The number of arrays of each parameter's size in the optimizer's state."""
-        if is_custom(self.optimizer):
-            return 2
-        return count_state(self.optimizer, momentum=self.momentum or None)
-
     def rows(self, samples: int) -> int:
         """Return the rows of a batch from a training set of this size."""
         return samples if self.batch_size == "full" else min(self.batch_size, samples)
@@ -418,7 +411,7 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig(Numerics):
-    """Precision and gradient clipping."""
+    """Precision, gradient clipping, and an average of the weights."""
 
     precision: Precision = "float32"
 
@@ -596,6 +589,14 @@ class Config:
             f"--partition {self.data.partition} cannot be combined with --reduction fixed, which"
             " gives any sample to any rank; leave one of them out",
         )
+
+    @property
+    def state_arrays(self) -> int:
+        """The number of arrays of each parameter's size in the optimizer's state."""
+        options, more = self.optimization, bool(self.numerics.ema)
+        if is_custom(options.optimizer):
+            return 2 + more
+        return count_state(options.optimizer, momentum=options.momentum or None) + more
 
     def having(self, **values: Any) -> "Config":
         """Return a copy with these options replaced, by name."""

@@ -59,7 +59,7 @@ def build_layout(config: Config) -> Layout:
     layout = copy(having(config.parallel, {"pipeline": pipeline}))
     # what follows from other options is none, and needs no check
     vars(layout).update(
-        state_arrays=config.optimization.state_arrays,
+        state_arrays=config.state_arrays,
         sp_attention=attention_of(config.model, layout),
     )
     return layout

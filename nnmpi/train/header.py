@@ -75,6 +75,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         (
             f"model: {config.model.model}, {_parameters(trainer)};"
             f" {_optimizer(config.optimization, extent)}"
+            f"{f', average of the weights by {ema:g}' if (ema := config.numerics.ema) else ''}"
         ),
         _statistics(group, inputs, trainer),
         *([f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []),

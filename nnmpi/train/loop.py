@@ -596,7 +596,8 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
     state, report, reporter, stopped = loop.state, loop.report, loop.reporter, loop.stopped
     gpt = options.model == "gpt" and options.experts is None  # GPT-2's files have no experts
-    weights = run.trainer.state()[0].to_dict() if gpt else {}
+    with run.trainer.averaged():
+        weights = run.trainer.state()[0].to_dict() if gpt else {}
     last_steps, measures = group.gather(state.step), reporter.measures(report)
     loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
 

@@ -51,7 +51,7 @@ from nnmpi.train.build import (
     build_schedule,
     build_trainer,
 )
-from nnmpi.train.checkpoint import Checkpoint, Extent, find, source_of
+from nnmpi.train.checkpoint import Checkpoint, Extent, find
 from nnmpi.train.computing import choose_computing, computing, explain_errors
 from nnmpi.train.config import (
     Config,
@@ -424,7 +424,7 @@ def open_run(
             make = lambda: build().initialize(dtype=dtype)  # noqa: E731
             _load_torch(weights, make, sample, group, where, signature)
         elif last is not None:
-            model_state(where).scatter(*source_of(last.model))
+            model_state(where).scatter(*last.weights())
     path = files.tokenizer if is_run else folder
     with agreed(group):  # without a file there is none: the samples were tokens already
         tokenizer = (

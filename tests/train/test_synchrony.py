@@ -30,7 +30,10 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--slow fast", "slow: 'fast' is unknown"),
         ("--sync gossip", "gossip on one rank has no neighbours"),
         ("--sync asp --staleness 3", "--staleness is for --sync ssp, not for asp"),
-        ("--sync ssp --local-steps 3", "--local-steps is for --sync local, not for ssp"),
+        (
+            "--sync ssp --local-steps 3",
+            "--local-steps is for --sync local or slowmo or FILE.py:NAME, not for ssp",
+        ),
         ("--sync asp --pp 2", "--pp cannot be combined with --sync asp"),
         ("--sync local --tp 2", "--tp cannot be combined with --sync local"),
         ("--sync asp --reduction fixed", "--reduction cannot be combined with --sync asp"),

@@ -138,7 +138,7 @@ class Workload:
         """Return a pricer of the workload's layouts."""
         seconds, arrays = (
             [layer.seconds for layer in profile.layers],
-            self.config.optimization.state_arrays,
+            self.config.state_arrays,
         )
         shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
         count = partial(count_costs, self, backend)
