@@ -53,6 +53,12 @@ def call(function: Any, reads: Any = (), writes: Any = None, when: str = "each")
     return recorder.call(function, reads, writes, when)
 
 
+class Box:
+    """What one recorded call leaves to a later one; each replay fills it anew."""
+
+    content: Any = None
+
+
 def to_library(xp: Any, values: Any) -> Array:
     """Return values as an array of a library; a recording on a device copies them in each replay."""
     if isinstance(values, np.ndarray):

@@ -72,7 +72,7 @@ MODELS: dict[str, Kind] = {
     "mlp": (lambda: models.mlp((4, 4, 1), 3, (6, 5)), images),
     "dropping": (dropping, images),
     "passing": (passing, images),
-    "gpt": (lambda: models.gpt(7, 4, 12, 1, 3, dropout=0.1), tokens),
+    "gpt": (lambda: models.gpt(7, 4, 12, 2, 3, dropout=0.1), tokens),
     "lstm": (lambda: models.lstm(7, 6, 1), tokens),
     "lstm of few tokens": (lambda: models.lstm(7, 8, 1), tokens),
 }
@@ -84,7 +84,11 @@ def replicas(size: int) -> list[Layout]:
 
 LAYOUTS: dict[str, Callable[[int], list[Layout]]] = {
     "mlp": lambda size: [*replicas(size), Layout(dp=size, zero=1), Layout(dp=1, tp=size)],
-    "gpt": lambda size: [Layout(dp=1, tp=size), Layout(dp=1, sp=size, sp_attention="ring")],
+    "gpt": lambda size: [
+        Layout(dp=1, tp=size),
+        Layout(dp=1, sp=size, sp_attention="ring"),
+        Layout(dp=1, sp=size, zero=3, sp_attention="ulysses", activation_memory="least"),
+    ],
 }
 
 

@@ -64,7 +64,7 @@ from nnmpi.backend.attend import (
 )
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.recording import call
+from nnmpi.backend.recording import Box, call
 from nnmpi.base.errors import LayoutError, counted
 from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
@@ -281,7 +281,7 @@ class UlyssesAttention:
     ) -> Residuals:
         """See `backend.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
-        saved: list[Residuals] = []  # filled again whenever a compiled step replays this call
+        saved = Box()
         options = causal, keep, *self._local_drop(drop, y)
         call(self._forward, (inputs, y, options, saved))
         return (saved,)
@@ -303,22 +303,19 @@ class UlyssesAttention:
         first = part(y.shape[1], self._group.size, self._group.rank).start
         return () if drop is None else (drop.from_head(first, self._length),)
 
-    def _forward(
-        self, inputs: Trio, y: Heads, options: tuple[Any, ...], residuals: list[Residuals]
-    ) -> None:
+    def _forward(self, inputs: Trio, y: Heads, options: tuple[Any, ...], residuals: Box) -> None:
         xp = namespace(y)
         full = self._to_heads(xp.concatenate(inputs, axis=3))
         result = xp.empty((*full.shape[:3], y.shape[3]), y.dtype)
-        residuals[:] = [self._kernels.attend(_split_like(full, inputs), result, *options)]
+        residuals.content = self._kernels.attend(_split_like(full, inputs), result, *options)
         y[...] = self._to_positions(result, y.shape[1])
 
-    def _backward(
-        self, grad: Heads, residuals: list[Residuals], grads: Trio, options: tuple[Any, ...]
-    ) -> None:
+    def _backward(self, grad: Heads, residuals: Box, grads: Trio, options: tuple[Any, ...]) -> None:
         xp = namespace(grad)
         full = self._to_heads(grad)
         gradients = xp.empty((*full.shape[:3], sum(item.shape[3] for item in grads)), grad.dtype)
-        self._kernels.attend_grad(full, residuals.pop(), _split_like(gradients, grads), *options)
+        kept, residuals.content = residuals.content, None
+        self._kernels.attend_grad(full, kept, _split_like(gradients, grads), *options)
         local = self._to_positions(gradients, grad.shape[1])
         for target, entry in zip(grads, _split_like(local, grads), strict=True):
             target[...] = entry
