@@ -154,7 +154,8 @@ def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
     turns.
     """
     for layout in LAYOUTS.get(name, replicas)(group.size):
-        assert_equal(group, MODELS[name], layout)
+        # the fourth call of a shape is audited
+        assert_equal(group, MODELS[name], layout, epochs=EPOCHS if layout.sp == 1 else 6)
 
 
 @pytest.mark.simulated(max_size=3)
