@@ -302,8 +302,11 @@ def checked_labels(
     shape = logits._data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
         refuse_parts(name, logits)
+        order = (0, *range(2, len(shape)), 1)
+        is_second = values.shape == shape[:1] + shape[2:]  # as in PyTorch
         raise ShapeError(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
+            + f"; its classes are the last axis: give logits.transpose{order}" * is_second
         )
     kernels_of(logits._data).check(_check_labels, values, classes, ignore_index)
     return values

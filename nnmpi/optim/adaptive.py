@@ -22,19 +22,12 @@ def decayed(grad: Array, w: Array, decay: float) -> Array:
     return grad if decay is False else grad + w * decay
 
 
-def adam(
-    w: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    rate: float,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    decay: float,
-    factor: float,
-) -> None:
-    """Adam's update; `rate` and `eps` have the bias corrections, and w its factor unless True."""
+def adam(w: Array, grad: Array, m: Array, v: Array, *more: Any) -> None:
+    """Adam's update; more are AMSGrad's array if there is one, and the numbers.
+
+    `rate` and `eps` have the bias corrections, and w its factor unless True.
+    """
+    *arrays, rate, eps, beta1, beta2, decay, factor = more
     if factor is not True:
         w *= factor
     grad = decayed(grad, w, decay)
@@ -46,6 +39,9 @@ def adam(
     square = grad * grad
     square *= 1 - beta2
     v += square
+    for largest in arrays:
+        np.maximum(largest, v, out=largest)
+        v = largest
     root = np.sqrt(v)
     root += eps
     np.divide(m, root, out=root)
@@ -53,7 +49,7 @@ def adam(
     w -= root
 
 
-class Adam(Optimizer, fixed="betas eps decouples"):
+class Adam(Optimizer, fixed="betas eps decouples amsgrad"):
     """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.
 
         g = gradient + weight_decay * w
@@ -69,6 +65,8 @@ class Adam(Optimizer, fixed="betas eps decouples"):
             an element whose gradients were all 0 becomes NaN.
         weight_decay: L2 regularization, added to the gradient: one number, or a number by group
             name; groups left out are not decayed.
+        amsgrad: whether the largest v so far, slot "largest", stands for v (Reddi et al., "On the
+            convergence of Adam and beyond", 2018).
 
     Raises:
         UsageError: for values out of range or an unknown group.
@@ -93,6 +91,7 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: ByGroup = 0.0,
+        amsgrad: bool = False,
     ) -> None:
         try:
             beta1, beta2 = betas
@@ -102,7 +101,8 @@ class Adam(Optimizer, fixed="betas eps decouples"):
             ) from None
         self.betas: Final = (number("betas[0]", beta1, 1), number("betas[1]", beta2, 1))
         self.eps: Final = number("eps", eps)
-        super().__init__(storage, lr, weight_decay, slots=("m", "v"))
+        self.amsgrad: Final = bool(amsgrad)
+        super().__init__(storage, lr, weight_decay, slots=("m", "v", "largest")[: 2 + self.amsgrad])
 
     def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
         """See `Optimizer.numbers`."""
@@ -123,7 +123,7 @@ class AdamW(Adam):
     All weights decay at the same rate. In Adam, a weight with large gradients decays more slowly.
 
     Args:
-        storage, lr, betas, eps: see `Adam`, also for errors.
+        storage, lr, betas, eps, amsgrad: see `Adam`, also for errors.
         weight_decay: an update multiplies a weight by 1 - lr * weight_decay. One number, or a
             number by group name; groups left out are not decayed.
 
@@ -145,8 +145,9 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: ByGroup = 1e-2,
+        amsgrad: bool = False,
     ) -> None:
-        super().__init__(storage, lr, betas, eps, weight_decay)
+        super().__init__(storage, lr, betas, eps, weight_decay, amsgrad)
 
 
 def rmsprop(w: Array, grad: Array, v: Array, *more: Any) -> None:

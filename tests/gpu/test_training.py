@@ -64,7 +64,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
     "momentum": lambda storage: optim.SGD(
         storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3
     ),
-    "adam": lambda storage: optim.Adam(storage, lr=1e-3, eps=1e-3),
+    "adam": lambda storage: optim.Adam(storage, lr=1e-3, eps=1e-3, amsgrad=True),
     "adamw": lambda storage: optim.AdamW(storage, lr=1e-3, eps=1e-3, weight_decay=0.1),
 }
 

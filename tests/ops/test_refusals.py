@@ -160,7 +160,12 @@ REFUSED = {
     ],
     ops.cross_entropy: [
         ([(3, 3), [0, 1]], ShapeError, r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)"),
-        ([(3, 3), np.eye(3, dtype=int)], ShapeError, r"not \(3, 3\)"),
+        ([(3, 3), np.eye(3, dtype=int)], ShapeError, r"not \(3, 3\)$"),
+        (
+            [(2, 3, 4, 4), np.zeros((2, 4, 4), int)],
+            ShapeError,
+            r"give logits.transpose\(0, 2, 3, 1\)",
+        ),
         ([(), []], DtypeError, "integer labels, not float32; .* the loss bce"),
         ([(), 0], ShapeError, r"logits \(\)"),
         ([(1, 0), [0]], ShapeError, r"logits \(1, 0\)"),

@@ -22,6 +22,7 @@ CASES = {
     "adam": lambda storage: Adam(storage, 0.01),
     "adam-decay": lambda storage: Adam(storage, 0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.3),
     "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
+    "amsgrad": lambda storage: Adam(storage, 0.01, amsgrad=True),
     "rmsprop": lambda storage: RMSprop(storage, 0.01, alpha=0.7),
     "rmsprop-momentum": lambda storage: RMSprop(
         storage, 0.01, eps=0.1, momentum=0.9, weight_decay=0.3

@@ -19,10 +19,10 @@ WEIGHTS, GRADS = (
 )
 
 
-def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
+def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled, amsgrad):
     """Return weight, m and v after one update per gradient, in Python floats."""
     beta1, beta2 = betas
-    m = v = 0.0
+    m = v = largest = 0.0
     for t, grad in enumerate(grads, start=1):
         if decoupled:
             weight = weight - lr * decay * weight
@@ -30,8 +30,9 @@ def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
             grad = grad + decay * weight
         m = beta1 * m + (1 - beta1) * grad
         v = beta2 * v + (1 - beta2) * grad**2
+        largest = max(largest, v) if amsgrad else v
         m_hat = m / (1 - beta1**t)
-        weight = weight - lr * m_hat / (math.sqrt(v / (1 - beta2**t)) + eps)
+        weight = weight - lr * m_hat / (math.sqrt(largest / (1 - beta2**t)) + eps)
     return weight, m, v
 
 
@@ -39,19 +40,20 @@ def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
 @given(
     weights=WEIGHTS,
     grads=GRADS,
+    amsgrad=st.booleans(),
     lr=st.floats(0, 0.1),
     betas=st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.5, 0.0)]),
     eps=st.sampled_from([1e-8, 1e-2]),
     decay=st.sampled_from([0.0, 0.01, 0.5]),
 )
-def test_adam_follows_the_formulas(kind, weights, grads, lr, betas, eps, decay):
+def test_adam_follows_the_formulas(kind, weights, grads, amsgrad, lr, betas, eps, decay):
     data, grad = np.array(weights), np.zeros(len(weights))
-    optimizer = kind(Arrays([data], [grad]), lr, betas, eps, decay)
+    optimizer = kind(Arrays([data], [grad]), lr, betas, eps, decay, amsgrad)
     for value in grads:
         grad[...] = value
         optimizer.step()
     expected = np.array(
-        [adam_by_hand(w, grads, lr, betas, eps, decay, kind is AdamW) for w in weights]
+        [adam_by_hand(w, grads, lr, betas, eps, decay, kind is AdamW, amsgrad) for w in weights]
     ).T
     # Where gradients almost cancel in m, m / sqrt(v) carries m's absolute error: hence the absolute
     # tolerance.
