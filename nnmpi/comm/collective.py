@@ -58,27 +58,24 @@ class Step:
     place: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a malformed step."""
-        for name, partner, chunks in (
+        """Refuse a malformed step; take NumPy's integers and arrays as Python's."""
+        for name, partner, given in (
             ("send", self.to, self.send),
             ("recv", self.from_, self.recv),
         ):
             try:
-                _ = (
-                    None if partner is None else index(partner),
-                    isinstance(chunks, range) or [*map(index, chunks)],
-                )
+                _ = None if partner is None else index(partner)
+                chunks = given if isinstance(given, range) else tuple(map(index, given))
             except TypeError:
                 raise ScheduleError(
-                    f"{name} has {partner!r} and {chunks!r}; give one rank, and a list of chunks"
+                    f"{name} has {partner!r} and {given!r}; give one rank, and a list of chunks"
                 ) from None
+            object.__setattr__(self, name, chunks)
             if (partner is None) != (not chunks) and not self.is_local:
                 raise ScheduleError(
                     f"a step needs a partner and chunks together, but {name} has {partner} and"
                     f" {chunks}"
                 )
-            if isinstance(chunks, list):
-                object.__setattr__(self, name, tuple(chunks))
             if not isinstance(chunks, range) and len(set(chunks)) != len(chunks):
                 raise ScheduleError(
                     f"a step names a chunk twice in {name}={chunks}; each chunk may travel once"

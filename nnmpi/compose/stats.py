@@ -9,6 +9,7 @@ from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
 from typing import Any
 
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.world import Traffic
 from nnmpi.schedule.schedule import Instruction
 
@@ -155,8 +156,8 @@ class Totals:
             else f"predicted {1e3 * predicted_s:.3g} ms"
         )
         arrays = (
-            f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MiB of"
-            " arrays"
+            f"{self.comm_calls / steps:.3g} calls, {format_bytes(round(self.comm_bytes / steps))}"
+            " of arrays"
         )
         return (
             f"communication per step: {arrays}; exposed {exposed_ms:.2f} ms, hidden by computing"

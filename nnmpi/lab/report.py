@@ -188,6 +188,9 @@ def gather(run: Path) -> dict[str, Any]:
         }
         other_s = _mean(trained, "step_s", weights) - sum(times.values())
         workers = max((record.get("workers", 1) for record in trained), default=1)
+        if workers > 1:  # out of step: what a worker neither computes nor reads, it waits
+            times[PARTS["sync_s"]] = times.get(PARTS["sync_s"], 0.0) + max(other_s, 0.0)
+            other_s = 0.0
         return {
             "head": starts[-1].get("facts", []) if starts else [],
             "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
@@ -209,7 +212,7 @@ def gather(run: Path) -> dict[str, Any]:
             },
             "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
             "evaluation": evaluation,
-            "options": _options(options),
+            "options": _options(options, [word for item in starts for word in item["command"]]),
             "commands": commands,
         }
 
@@ -255,13 +258,22 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str, weights: Sequence[int]
     return sum(n * value for n, value in values) / sum(n for n, _ in values) if values else 0.0
 
 
-def _options(options: Mapping[str, Any]) -> list[list[str]]:
-    """Return the run's options that differ from their defaults, given or chosen."""
-    known = all_options()
+def _options(options: Mapping[str, Any], words: Sequence[str]) -> list[list[str]]:
+    """Return the run's options that differ from their defaults, without what the run chose for auto.
+
+    Args:
+        options: of the run.
+        words: of its command lines.
+    """
+    known, given = all_options(), {word.partition("=")[0].replace("_", "-") for word in words}
     return [
         [*as_words(name, value).partition(" ")[::2]]
         for name, value in options.items()
         if value != known[name].default
+        and (
+            known[name].default != "auto"
+            or given & {known[name].flag, known[name].negation, "--config"}
+        )
     ]
 
 

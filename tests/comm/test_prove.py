@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nnmpi.base.errors import ScheduleError, UsageError
@@ -237,6 +238,11 @@ ALL_SEND = (
         ),
         (
             changed(plan(ring, 4), 1, 2, send=(0,)),
+            ALL_REDUCE,
+            "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]",
+        ),
+        (  # Python's numbers, though NumPy's were given
+            changed(plan(ring, 4), 1, 2, send=np.arange(1)),
             ALL_REDUCE,
             "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]",
         ),

@@ -59,7 +59,7 @@ function panel(name) {
     const clock = Math.max(0, ...past.map((message) => price(message.clock)));
     const all = Math.max(0, ...animation.messages.map((message) => price(message.clock)));
     figures.textContent =
-      `round ${done} of ${animation.rounds}, clock ${seconds(clock)} of ${seconds(all)}, ` +
+      `after ${done} of ${animation.rounds} rounds, clock ${seconds(clock)} of ${seconds(all)}, ` +
       `${several(past.length, "message")}`;
     const last = past.filter((message) => message.round === done - 1);
     caption.textContent = done

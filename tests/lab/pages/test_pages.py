@@ -88,11 +88,11 @@ def test_a_ring_is_stepped_through_with_keys(
         price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10))
         for name in ("ring", "tree")
     )
-    assert opened[0].startswith("round 1 of 6")  # something has moved
-    assert before[0].startswith("round 0 of 6, clock 0 s of ") and before[1].startswith(
-        "round 0 of 4"
+    assert opened[0].startswith("after 1 of 6 rounds")  # something has moved
+    assert before[0].startswith("after 0 of 6 rounds, clock 0 s of ") and before[1].startswith(
+        "after 0 of 4 rounds"
     )
-    assert second.startswith("round 2 of 6") and second.endswith("8 messages")
+    assert second.startswith("after 2 of 6 rounds") and second.endswith("8 messages")
     assert (
         message
         == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
@@ -143,7 +143,7 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
         for name in ("ring", "tree")
     )
     assert ring_s[0] > tree_s[0] and ring_s[1] < tree_s[1]
-    assert server.startswith("round 2 of 2")
+    assert server.startswith("after 2 of 2 rounds")
     assert undrawn == (
         "126 messages one after another, 1.969 buffers' bytes; steps are drawn for up to 8 ranks"
     )

@@ -150,7 +150,7 @@ def test_a_reader_runs_programs_in_chromium(tmp_path: Path) -> None:
     found = answered(tmp_path / "docs" / "browser.html", tmp_path / "user")
     (shown, right), wrong, stopped, (drawn, grid) = found["told"]
     assert shown == drawn == "shown" and right.startswith("proved on 4 ranks: 6 rounds")
-    assert found["figures"].startswith("round 1 of 6")
+    assert found["figures"].startswith("after 1 of 6 rounds")
     assert wrong[0] == "failed" and "rank 0 ends without the part of ranks 1-3" in wrong[1]
     assert stopped == ["failed", "stopped"]
     assert "bubble            60.0 %" in grid

@@ -130,6 +130,12 @@ def test_windows_count_by_their_steps_and_the_title_says_whose_times_they_are(ru
     assert result["whose"] == "on rank 0"
     file.write_text("".join(json.dumps(line | {"workers": 4}) + "\n" for line in lines))
     assert gather(run)["whose"] == "as a mean over 4 workers"
+    file.write_text(
+        "".join(json.dumps(line | {"workers": 4, "sync_s": 0}) + "\n" for line in lines)
+    )
+    assert gather(run)["times"] == pytest.approx(result["times"])  # what is left is waiting
+    (run / "starts.jsonl").write_text("")
+    assert "--jit" not in dict(gather(run)["options"])  # which nobody has given
 
 
 def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None:
