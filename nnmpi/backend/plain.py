@@ -811,10 +811,10 @@ class PlainKernels:
         repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
 
         def normalize(images: Array) -> tuple[Array, ...]:
-            means = _group_means(_image_sums(images, channels), pixels, count)
+            means = group_means(_image_sums(images, channels), pixels, count)
             away = images - _wide(means, images)
             squares = _image_sums(away * away, channels)
-            inverse = inverse_root(_group_means(squares, pixels, count), eps)
+            inverse = inverse_root(group_means(squares, pixels, count), eps)
             inverse = inverse.astype(x.dtype)
             y = away * _wide(inverse * scale, images)
             return y + _wide(shift, images), away, inverse
@@ -839,7 +839,7 @@ class PlainKernels:
             if not needs[0]:
                 return sums, products
             center, slope = (
-                _group_means(item * scale, pixels, count) * inverse for item in (sums, products)
+                group_means(item * scale, pixels, count) * inverse for item in (sums, products)
             )
             moved = away * _wide(slope * inverse, away) + _wide(center, away)
             return sums, products, grad * _wide(inverse * scale, away) - moved
@@ -959,7 +959,7 @@ def _image_sums(images: Array, channels: int) -> Array:
     return xp.add.reduce(parts, axis=1, dtype=np.float64)
 
 
-def _group_means(sums: Array, pixels: int, count: int) -> Array:
+def group_means(sums: Array, pixels: int, count: int) -> Array:
     """Return each channel's mean over its group, (block, channels), of sums over pixels."""
     xp = namespace(sums)
     n, channels = sums.shape

@@ -15,6 +15,7 @@ from nnmpi.ops import (
     conv_relu_pool,
     cross_entropy,
     gelu,
+    group_norm,
     layer_norm,
     linear,
     lstm,
@@ -81,6 +82,17 @@ def test_gelu_and_silu(shape, form, compiled_calls):
     name = "gelu" if form == "none" else "gelu_tanh"
     if shape[0]:  # NumPy does nothing as well
         assert compiled_calls == [name, name, "silu"]
+
+
+@pytest.mark.parametrize("groups", [1, 4, 32])
+@pytest.mark.parametrize("size", [(16, 17), (3, 3)])
+def test_group_norm(size, groups, compiled_calls):
+    """Large images one by one, small ones by NumPy; their mean is far from 0."""
+    rng = np.random.default_rng(0)
+    arrays = [5 + rng.standard_normal(shape) for shape in ((3, *size, 32), 32, 32)]
+    compare(lambda *args: group_norm(*args, groups), arrays)
+    names = ["itself", "squares", "scaled", "products", "moved"]
+    assert compiled_calls == [name for name in names for _ in range(3 * (size[0] > 3))]
 
 
 def test_bias_gradients_of_many_rows():
