@@ -175,18 +175,26 @@ def name_files(app: Any, tree: Any) -> None:
 
 
 def draw(name: str) -> str:
-    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" names, as SVG in the
-    colours of the page.
+    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" and "speedup" name, as
+    SVG in the colours of the page.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        made = draw_synchrony(Path(folder)) if name == "synchrony" else run_lesson(name)
-        made.save(file := Path(folder) / "picture.svg")
+        file = Path(folder) / "picture.svg"
+        if name == "speedup":
+            title = draw_speedup(file)
+        else:
+            made = draw_synchrony(Path(folder)) if name == "synchrony" else run_lesson(name)
+            made.save(file)
+            title = made.title
         text = file.read_text()
     text = text[text.index("<svg") :].replace(INK, "var(--color-foreground-primary)")
+    text = text.replace("#000000", "var(--color-foreground-primary)")  # of a figure's axes
     text = re.sub(r'(<path [^>]*style="fill: )#ffffff', r"\1none", text).replace(
         PALE, "var(--color-background-border)"
     )
-    shown = f'<svg role="img" aria-label="{html.escape(made.title)}" class="picture" '
+    shown = (
+        f'<svg role="img" aria-label="{html.escape(title)}" class="picture" fill="currentColor" '
+    )
     return (
         "<div"
         f' class="picture">{re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)}</div>'
@@ -203,6 +211,23 @@ def run_lesson(name: str) -> Picture:
     finally:
         sys.argv = words
     return found["picture"]
+
+
+def draw_speedup(file: Path) -> str:
+    """Draw what the command of docs/simulated.md plots; return its title."""
+    page = (ROOT / "docs" / "simulated.md").read_text()
+    words = re.findall(r"^    nnmpi speedup (.*?)\n\n", page, re.M | re.S)[0].replace("\\\n", " ")
+    command = [sys.executable, "-m", "nnmpi", "speedup", *words.split()]
+    command[command.index("--plot") + 1] = str(file)
+    (file.parent / "matplotlibrc").write_text("svg.fonttype: none")  # text in the page's font
+    subprocess.run(
+        command,
+        check=True,
+        cwd=file.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+    return "Speed-ups on 1, 2, 4 and 8 simulated ranks: measured, the cost model's, and ideal"
 
 
 def draw_synchrony(folder: Path) -> Picture:

@@ -325,7 +325,7 @@ def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
     """
     pytest.importorskip("matplotlib")
     named = {page: re.findall(r"```{drawn} (\w+)", text) for page, text in PAGES.items()}
-    assert sum(map(len, named.values())) >= 10 and named["docs/synchrony.md"] == ["synchrony"]
+    assert sum(map(len, named.values())) >= 11 and named["docs/simulated.md"] == ["speedup"]
     draw = runpy.run_path(str(ROOT / "docs" / "conf.py"))["draw"]
     for page, names in named.items():
         for name in names:
