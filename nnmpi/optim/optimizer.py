@@ -120,7 +120,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     formula: ClassVar[Callable[..., None] | None] = None
     _guard: Array | None = None
     run_id: str | None = None
-    ema: float = 0.0
+    _ema = 0.0
     _places: Collection[Place] = ()  # of the loaders of the last update's batches
     _resumed: At | None = None
     lr: Any = _Followed()
@@ -352,6 +352,11 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             for block in every:
                 block.update(_average, (keep,), self._guard, (block.average, block.data))
 
+    @property
+    def ema(self) -> float:
+        """The decay of the weights' average; 0 without one."""
+        return self._ema
+
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from now on, a part of the state.
 
@@ -360,7 +365,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         Raises:
             UsageError: unless 0 <= decay < 1.
         """
-        self.ema = number(EMA, decay, 1)
+        self._ema = number(EMA, decay, 1)
         if EMA not in self._slots:
             self._slots[EMA] = list(map(self._zeros_like, self.storage.data))
             for average, data in zip(self._slots[EMA], self.storage.data, strict=True):
