@@ -291,7 +291,8 @@ RIGHT = {
     "libraries elsewhere, which keep a rank and talk while they are imported": (
         """\
         import os
-        sys.path.insert(0, os.path.abspath("elsewhere"))
+        sys.path.insert(0, os.path.abspath("../elsewhere"))
+        import plain; plain.SEEN.append(rank); comm.Barrier(); print(plain.SEEN)
         import talks, outer.inner
         outer.inner.count(10)
         print(talks.rank, talks.total, outer.inner.RANK, outer.inner.counted, outer.talks is talks)"""
@@ -617,14 +618,16 @@ RIGHT = {
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Write a program and its modules into the current folder; returns its name."""
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program").mkdir()
+    monkeypatch.chdir(tmp_path / "program")
     Path("helper.py").write_text("from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\n")
-    Path("elsewhere/outer").mkdir(parents=True)
-    Path("elsewhere/talks.py").write_text(
+    Path("../elsewhere/outer").mkdir(parents=True)
+    Path("../elsewhere/plain.py").write_text("SEEN = []\n")
+    Path("../elsewhere/talks.py").write_text(
         "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\ntotal = MPI.COMM_WORLD.allreduce(rank)\n"
     )
-    Path("elsewhere/outer/__init__.py").write_text("import talks\n")
-    Path("elsewhere/outer/inner.py").write_text(
+    Path("../elsewhere/outer/__init__.py").write_text("import talks\n")
+    Path("../elsewhere/outer/inner.py").write_text(
         "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\nMPI.COMM_WORLD.barrier()\ncounted = 0\n"
         "def count(n):\n    global counted\n    counted += n * RANK\n"
     )
