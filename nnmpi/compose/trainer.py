@@ -376,6 +376,7 @@ def check_numerics(trainer: Trainer) -> None:
             f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",
             *trainer.optimizer.rule(not isinstance(model, ModelPart)),
             f"clip {trainer.clip}",
+            f"ema {trainer.optimizer.ema}",
         ],
     )
     low_dtype(mode)

@@ -129,3 +129,8 @@ def test_a_run_is_evaluated_opened_and_resumed_with_it(
 def test_it_is_refused_where_ranks_update_apart(words: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(NnmpiError, match=sentence):
         on_ranks(train, f"--model mlp --epochs 1 {words} --out {tmp_path}/run", 2)
+
+
+def test_ranks_with_other_decays_are_refused() -> None:
+    with pytest.raises(NnmpiError, match="ema 0"):
+        nnmpi.simulate(lambda g: averaged(g, {}, ema=0.5 + g.rank / 10), 2)
