@@ -219,9 +219,10 @@ def _compared(run: Scaled, before: Sequence[Scaled], weak: bool, fixed: bool) ->
 
 
 def _table(rows: Sequence[Scaled]) -> str:
-    lines = ["ranks  samples/s    ms/step  speed-up  efficiency  model's speed-up"]
+    lines = ["ranks  samples/s    ms/step  speed-up  efficiency  model's speed-up  off"]
     for row in rows:
-        model = f"{row.predicted:16.2f}" if isfinite(row.predicted) else f"{'-':>16}"
+        off = row.predicted / row.speedup - 1
+        model = f"{row.predicted:16.2f} {off:+5.0%}" if isfinite(off) else f"{'-':>16}"
         numbers = (
             f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f}"
             f" {row.efficiency:10.0%}"
@@ -229,8 +230,8 @@ def _table(rows: Sequence[Scaled]) -> str:
         lines.append(f"{row.ranks:5}  {numbers}  {model}")
     if not all(isfinite(row.predicted) for row in rows):
         lines.append(
-            "-: the cost of sums is unknown; make a fit, or give --network with an --allreduce"
-            " such as ring"
+            "-: the cost of sums is unknown; make a fit with mpirun -n N nnmpi comm fit, or give"
+            " --network with an --allreduce such as ring"
         )
     return "\n".join(lines)
 
