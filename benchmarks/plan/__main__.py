@@ -181,7 +181,7 @@ def main():
     say = partial(print, file=sys.stderr, flush=True) if group.is_root else str
     for name, words in (CASES if not given.check else {"": SMALL}).items():
         if given.replay is None and name.startswith(given.only):
-            arguments = words, 4 if given.check else given.layouts, given.rounds
+            arguments = words, *((4, 1) if given.check else (given.layouts, given.rounds))
             if given.simulate is None:
                 result.append(measure(*arguments, group, say))
             else:

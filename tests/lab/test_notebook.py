@@ -23,6 +23,7 @@ def program() -> Any:
     return step.program
 
 
+@pytest.mark.host_only("the results of a device's program have no place that could be drawn")
 def test_values_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"--dataset iris --model mlp --epochs 1 --out {tmp_path}/run"
     nnmpi.simulate(lambda group: main(words.split(), group), 1)

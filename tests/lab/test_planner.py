@@ -376,7 +376,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
     result = simulate(
-        lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2
+        lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 4
     )[0]
     assert sorted(result.steps) == [1, 8, 16]
     assert result.shares[2, 1].exchanges and (1, 2) not in result.shares

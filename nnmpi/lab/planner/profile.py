@@ -391,7 +391,12 @@ def _measure_share(
                 with tracing(timeline):
                     worker.step(next(batches), lr=0.0)
             mesh = worker.arrangement.mesh.sizes
-            axis_of = {f"{tuple(ranks)}": axis for axis in (SP, TP) for ranks in mesh.groups(axis)}
+            members = local.comm.members  # as events name them
+            axis_of = {
+                f"{tuple(members[rank] for rank in ranks)}": axis
+                for axis in (SP, TP)
+                for ranks in mesh.groups(axis)
+            }
             events = [e for e in timeline.events if e.category == CATEGORY]
             sent = Counter(
                 (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))
