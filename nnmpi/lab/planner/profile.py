@@ -380,8 +380,10 @@ def _measure_share(
     """Return the cost of a replica on several ranks; None if impossible. Collective.
 
     The ranks are the group's where they can be divided so, else simulated ones. Messages do not
-    count: the shortest of each operation is its time, and longer ones wait for another rank.
+    count: the shortest of each operation is its time, and longer ones wait for another rank. With
+    more ranks than cores they do, as they wait for a core, which no price of messages has.
     """
+    crowded = max(Counter(group.nodes()).values()) > usable_cores()[1]
 
     def run(tp: int, sp: int, local: Group) -> tuple[float, float, Counter[_Sent]]:
         options = {"tp": tp, "sp": sp, "batch_size": rows}
@@ -404,7 +406,7 @@ def _measure_share(
             )
             spans = local.gather([e.end_s - e.begin_s for e in events])
             step_s = typical_s(local, partial(worker.step, lr=0.0), batches)
-        least_s, sent_s = step_s, sum(map(min, zip(*spans, strict=True)))
+        least_s, sent_s = step_s, 0.0 if crowded else sum(map(min, zip(*spans, strict=True)))
         with suppress(UsageError):  # a model that is not recomputed
             least_s = time_layout(workload, options | LEAST, local, backend)
         return step_s - sent_s, least_s - sent_s, sent
