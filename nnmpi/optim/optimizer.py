@@ -342,13 +342,19 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             for array in (self._data, *self._slots.values()):
                 values = array[buffer].reshape(-1)[part]
                 saved.append((values, values.copy()))
-        blocks = [*blocks] if self.ema else blocks
-        self.update_all(lr, blocks)
+        updated: list[BufferBlock] = []
+
+        def noted() -> Iterator[BufferBlock]:  # a generator may use one array for all gradients
+            for block in blocks:
+                updated.append(block)
+                yield block
+
+        self.update_all(lr, noted() if self.ema else blocks)
         for values, before in saved:
             values[...] = before
         if self.ema:
             keep = min(self.ema, (self.steps - 1) / (self.steps + 8))
-            every = blocks if self.elementwise else self.cut([slice(None)] * len(self._data))
+            every = updated if self.elementwise else self.cut([slice(None)] * len(self._data))
             for block in every:
                 block.update(_average, (keep,), self._guard, (block.average, block.data))
 
@@ -525,8 +531,10 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     [array[run] for array in full], block_elements(data)
                 ):
                     decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
-                    mean = state.pop() if EMA in self._slots else None
-                    blocks.append(BufferBlock(xp, part, gradient, tuple(state), decay, rate, mean))
+                    slots = dict(zip(self._slots, state, strict=True))
+                    mean = slots.pop(EMA, None)
+                    own = tuple(slots.values())
+                    blocks.append(BufferBlock(xp, part, gradient, own, decay, rate, mean))
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:

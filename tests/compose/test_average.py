@@ -1,5 +1,6 @@
 """The moving average of the weights: by hand, on every layout, through a checkpoint, in a run."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,23 @@ def test_it_is_refused_where_ranks_update_apart(words: str, sentence: str, tmp_p
 def test_ranks_with_other_decays_are_refused() -> None:
     with pytest.raises(NnmpiError, match="ema 0"):
         nnmpi.simulate(lambda g: averaged(g, {}, ema=0.5 + g.rank / 10), 2)
+
+
+def test_blocks_that_share_an_array_of_gradients_are_averaged_one_by_one() -> None:
+    """What `Optimizer.update` promises to a generator holds with an average, too."""
+    weights = [np.zeros(3), np.zeros(3)]
+    optimizer = optim.SGD(optim.Arrays(weights, [np.zeros(3), np.zeros(3)]), 1.0)
+    optimizer.keep_average(0.5)
+    scratch = np.zeros(3)
+
+    def blocks() -> Iterator[Any]:
+        for number, block in enumerate(optimizer.cut(grads=[scratch, scratch]), 1):
+            block.grad[...] = number
+            yield block
+
+    for _ in range(2):
+        optimizer.update(blocks())
+    assert [array.tolist() for array in weights] == [[-2.0] * 3, [-4.0] * 3]
+    optimizer.swap_average()
+    # the second update keeps a tenth of the first one's
+    np.testing.assert_allclose(weights, [[-1.9] * 3, [-3.8] * 3])
