@@ -407,8 +407,8 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         if self.precision == "fp16":
             raise UsageError(
                 "with fp16 all ranks skip an update that overflows on one of them, but with"
-                f" {name_of(sync.sync)} they do not synchronize in every step; use bf16, which needs no"
-                " loss scaling, or a synchronous run without servers"
+                f" {name_of(sync.sync)} they do not synchronize in every step; use bf16, which"
+                " needs no loss scaling, or a synchronous run without servers"
             )
         if sync.has_server and not optimizer.elementwise:
             raise UsageError(

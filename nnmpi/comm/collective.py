@@ -1,9 +1,9 @@
 """Collectives as values: each rank's steps, and a contract. No MPI and no arrays here.
 
 A collective over `size` ranks cuts the buffer into chunks (`shard.split`), numbered 0..size-1 if
-its contract has no other number. Each rank has a tuple of steps, done in order. In a step the rank sends some of its
-chunks to one rank and receives chunks from one rank, both at once. The step is over when both
-transfers are; then the next one begins.
+its contract has no other number. Each rank has a tuple of steps, done in order. In a step the rank
+sends some of its chunks to one rank and receives chunks from one rank, both at once. The step is
+over when both transfers are; then the next one begins.
 
     Step(to=1, send=(0,), from_=3, recv=(3,), reduce=True)
 

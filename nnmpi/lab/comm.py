@@ -92,8 +92,8 @@ class CommConfig:
     format: Literal["msccl"] = "msccl"
     """Format of an exported collective."""
     from_: Path | None = None
-    """File of a fit's measurements by others: tables of osu_latency, osu_bw, osu_bibw, osu_allreduce,
-    or of nccl-tests.
+    """File of a fit's measurements by others: tables of osu_latency, osu_bw, osu_bibw,
+    osu_allreduce, or of nccl-tests.
     """
 
     def __post_init__(self) -> None:

@@ -259,7 +259,7 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str, weights: Sequence[int]
 
 
 def _options(options: Mapping[str, Any], words: Sequence[str]) -> list[list[str]]:
-    """Return the run's options that differ from their defaults, without what the run chose for auto.
+    """Return the run's options that differ from their defaults, but for what it chose for auto.
 
     Args:
         options: of the run.

@@ -52,9 +52,9 @@ class ScheduleConfig:
     program: bool = False
     """Print every rank's instructions, in order."""
     costs: str = "F=1,B=1,W=1"
-    """Milliseconds of each rank on a microbatch, by the names of papers: F for the forward pass, B and
-    W for the halves of the backward pass, of the inputs and of the weights (nnmpi's I and W; its B is
-    both), SEND for a message, if not by --network.
+    """Milliseconds of each rank on a microbatch, by the names of papers: F for the forward pass, B
+    and W for the halves of the backward pass, of the inputs and of the weights (nnmpi's I and W;
+    its B is both), SEND for a message, if not by --network.
     """
     network: str = ""
     """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).

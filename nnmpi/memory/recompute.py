@@ -120,8 +120,8 @@ class PlannedPass:
         self._next += 1
         if layer in self._swapped:
             self._swapped.pop(layer).wait()
-        # What comes between this pass and the next layer's is done then: here the caller still holds
-        # `grad`, beside which no array may be fetched.
+        # What comes between this pass and the next layer's is done then: here the caller still
+        # holds `grad`, beside which no array may be fetched.
         return self._graphs.pop(layer).backward(grad)
 
     def _do_next(self) -> None:

@@ -949,7 +949,7 @@ def _prune(folder: Path, newest: Path, keep: int, root: Path | None = None) -> N
 #     N bytes      JSON: {name: {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
 #     the rest     the arrays' elements, little-endian, in C order, without gaps
 #
-# ArraySource of the format: https://github.com/huggingface/safetensors
+# Source of the format: https://github.com/huggingface/safetensors
 
 HEADER_STEP_BYTES = 8  # the header is padded with spaces to align the elements
 NAMES = {
