@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import islice, pairwise
 from pathlib import Path
 
 from tests.planted.__main__ import ROOT, find
@@ -93,12 +93,13 @@ def _is_program(text: str) -> bool:
     return False
 
 
+@cache
 def finders_of(file: str) -> str:
     """Return the tests that name a file's module most often; those of its package if none does."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    named = re.compile(rf"{re.escape(module)}[ .]")
     counts = {
-        str(path.relative_to(ROOT)): path.read_text().count(f"{module} ")
-        + path.read_text().count(f"{module}.")
+        str(path.relative_to(ROOT)): len(named.findall(path.read_text()))
         for path in (ROOT / "tests").rglob("test_*.py")
     }
     chosen = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
@@ -119,12 +120,15 @@ def main() -> int:
     words = ["git", "diff", "--name-only", "--diff-filter=d", given.since, "--", "nnmpi"]
     names = given.files or subprocess.check_output(words, cwd=ROOT, text=True).split()
     texts = {name: (ROOT / name).read_text() for name in names if name.endswith(".py")}
-    every = [(name, *item) for name, text in texts.items() for item in mutants(text)]
-    every = [item for item in every if _is_program(item[2])]
-    chosen = random.Random(given.seed).sample(every, min(given.count, len(every)))
+    # Each is made again where it is chosen: all texts of many files do not fit into memory.
+    every = [(name, i) for name, text in texts.items() for i, _ in enumerate(mutants(text))]
+    random.Random(given.seed).shuffle(every)
+    chosen = ((name, *next(islice(mutants(texts[name]), place, None))) for name, place in every)
     faults = [
         Fault(f"{name}:{line}", name, texts[name], text, finders_of(name))
-        for name, line, text in chosen
+        for name, line, text in islice(
+            filter(lambda item: _is_program(item[2]), chosen), given.count
+        )
     ]
     survivors = 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(given.jobs) as pool:
