@@ -25,7 +25,7 @@ from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.plain import inverse_root
 from nnmpi.backend.precision import is_low, low_dtype
-from nnmpi.backend.printed import PrintedKernels
+from nnmpi.backend.printed import PrintedKernels, itself
 from nnmpi.backend.random import least_kept, place_of
 from nnmpi.backend.trace import VECTOR, kinds_of, name_of
 
@@ -231,7 +231,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
 
     def bias_grad(self, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
-        self.rows(_itself, grad, sums=(to_bias,))
+        self.rows(itself, grad, sums=(to_bias,))
 
     def add_bias(self, y: Array, bias: Array) -> None:
         self.rows(_paired, y, bias, np.add, reuse=True)
@@ -570,7 +570,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         partial = namespace(x).empty((parts, kh * kw * c), _accumulated(x))
         sizes = _depthwise_sizes(x, grad, spec)
         self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
-        self.rows(_itself, partial, sums=(to_weight.reshape(to_weight.size),))
+        self.rows(itself, partial, sums=(to_weight.reshape(to_weight.size),))
 
     def max_pool(self, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return maxima and positions.
@@ -730,10 +730,6 @@ def _norm_grad(
     if low and first:  # three numbers of a column fit the registers
         return (grad * factor - x * slope + ((first[0] + offset) * slope - center),)
     return (grad * factor - center - _away(x, low, offset, *first) * slope,)
-
-
-def _itself(x: Array) -> tuple[Array]:
-    return (x,)
 
 
 def _paired(a: Array, b: Array, function: Any) -> tuple[Array]:

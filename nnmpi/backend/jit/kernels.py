@@ -25,7 +25,7 @@ from nnmpi.backend.plain import (
 )
 from nnmpi.backend.planes import Planes
 from nnmpi.backend.precision import FLOAT32
-from nnmpi.backend.printed import PrintedKernels
+from nnmpi.backend.printed import PrintedKernels, itself
 from nnmpi.backend.recording import call
 from nnmpi.backend.sums import WIDE, row_sum
 from nnmpi.backend.trace import kinds_of
@@ -44,8 +44,8 @@ LOOPS = {
 }
 
 
-# A smaller image is left to NumPy, by blocks of images: at 2**12 elements an eager step takes 1.5 times
-# as long image by image, at 2**13 0.9.
+# Elements of an image. A smaller one is left to NumPy, by blocks of images: at 2**12 elements an
+# eager step takes 1.5 times as long image by image, at 2**13 0.9.
 IMAGE = 2**13
 
 
@@ -230,14 +230,14 @@ class NumbaKernels(PrintedKernels):
     ) -> tuple[Array, Residuals]:
         """See `PlainKernels.group_norm`; x itself is saved, and the means."""
         shape = len(x), scale.size
-        if x.dtype != FLOAT32 or x.size < IMAGE * len(x) or not x.size:
+        if not _are_large(x):
             return super().group_norm(xp, x, eps, count, scale, shift)
         images, y = xp.ascontiguousarray(x), xp.empty(x.shape, x.dtype)
         pixels = x[0].size // scale.size
         sums, squares = xp.empty(shape, FLOAT32), xp.empty(shape, FLOAT32)
         rows = [self.channel_rows(image, scale.size) for image in images]
         for i, image in enumerate(rows):
-            self._sums(_itself, (image,), sums[i])
+            self._sums(itself, (image,), sums[i])
         means = group_means(sums, pixels, count).astype(FLOAT32)
         for i, image in enumerate(rows):
             self._sums(_squares, (image, *repeated_in(image, means[i])), squares[i])
@@ -254,13 +254,12 @@ class NumbaKernels(PrintedKernels):
         self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """See `PlainKernels.group_norm_grad`."""
-        if len(saved) < 6:
+        if not _are_large(grad):
             return super().group_norm_grad(xp, grad, saved, needs, *targets)
         images, inverse, scale, pixels, count, means = saved
-        grads, to_x = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         sums, products = (xp.empty(means.shape, FLOAT32) for _ in range(2))
         rows = [self.channel_rows(image, scale.size) for image in images]
-        given = [item.reshape(rows[0].shape) for item in grads]
+        given = [item.reshape(rows[0].shape) for item in xp.ascontiguousarray(grad)]
         for i, image in enumerate(rows):
             operands = image, given[i], *repeated_in(image, means[i])
             self._sums(_products, operands, sums[i], products[i])
@@ -274,7 +273,7 @@ class NumbaKernels(PrintedKernels):
             for item in (sums, products)
         )
         slope *= inverse
-        factors = inverse * scale
+        factors, to_x = inverse * scale, xp.empty(grad.shape, grad.dtype)
         for i, image in enumerate(rows):
             each = repeated_in(image, means[i], factors[i], slope[i], center[i])
             target = to_x[i].reshape(image.shape)
@@ -291,12 +290,12 @@ class NumbaKernels(PrintedKernels):
             fold(part, out)
 
 
+def _are_large(images: Array) -> bool:
+    return images.dtype == FLOAT32 and images.size >= IMAGE * max(len(images), 1)
+
+
 def _plus(y: Array, bias: Array) -> tuple[Array]:
     return (y + bias,)
-
-
-def _itself(x: Array) -> tuple[Array]:
-    return (x,)
 
 
 def _scaled(x: Array, means: Array, factors: Array, shift: Array) -> tuple[Array]:

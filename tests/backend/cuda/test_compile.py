@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.backend import plain
+from nnmpi.backend import plain, printed
 from nnmpi.backend.cuda import kernels, launch
 from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR
@@ -70,7 +70,7 @@ PRINTED = {
     "norm_sums": (2, 0, kernels._norm_terms, "R", *NORM),
     "norm_grad": (0, 0, kernels._norm_grad, "R", *NORM, "V", "S", "S", 0.1, True),
     "adam": (0, 0, adaptive.adam, *"RRRR", *[0.1] * 6),
-    "sum": (1, 0, kernels._itself, "R"),
+    "sum": (1, 0, printed.itself, "R"),
 }
 # kernels without a result for each element, or without an array that is read
 UNPACKED = ("_totals", "norm_grad_columns", "norm_terms_columns", "itself_columns")
