@@ -352,8 +352,8 @@ def _measure_once(
 
 def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend) -> float:
     """Return the seconds of one more microbatch in a pipeline of two ranks; 0 if impossible."""
-    few, several = SEVERAL, min(4 * SEVERAL, workload.batch_size // rows)
-    if group.size % 2 or several <= few:
+    several = min(4 * SEVERAL, workload.batch_size // rows)
+    if group.size % 2 or several <= SEVERAL:
         return 0.0
     pair = group.split(group.rank // 2)
     try:
@@ -365,13 +365,13 @@ def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend
                 backend,
                 timed=group,
             )
-            for n in (few, several)
+            for n in (SEVERAL, several)
         )
     except UsageError:  # a model that cannot be cut
         return 0.0
     finally:
         pair.free()
-    return max(0.0, (all_s - few_s) / (several - few))
+    return max(0.0, (all_s - few_s) / (several - SEVERAL))
 
 
 def _measure_share(
@@ -393,9 +393,8 @@ def _measure_share(
             with tracing(timeline):
                 worker.step(next(batches), lr=0.0)
             mesh = worker.arrangement.mesh.sizes
-            members = local.comm.members  # as events name them
-            axis_of = {
-                f"{tuple(members[rank] for rank in ranks)}": axis
+            axis_of = {  # of the ranks as events name them
+                f"{tuple(local.comm.members[rank] for rank in ranks)}": axis
                 for axis in (SP, TP)
                 for ranks in mesh.groups(axis)
             }
