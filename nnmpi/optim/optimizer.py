@@ -533,8 +533,9 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
                     slots = dict(zip(self._slots, state, strict=True))
                     mean = slots.pop(EMA, None)
-                    own = tuple(slots.values())
-                    blocks.append(BufferBlock(xp, part, gradient, own, decay, rate, mean))
+                    blocks.append(
+                        BufferBlock(xp, part, gradient, tuple(slots.values()), decay, rate, mean)
+                    )
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:

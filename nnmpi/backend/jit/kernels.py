@@ -291,7 +291,7 @@ class NumbaKernels(PrintedKernels):
 
 
 def _are_large(images: Array) -> bool:
-    return images.dtype == FLOAT32 and images.size >= IMAGE * max(len(images), 1)
+    return images.dtype == FLOAT32 and 0 < IMAGE * len(images) <= images.size
 
 
 def _plus(y: Array, bias: Array) -> tuple[Array]:
