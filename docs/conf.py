@@ -22,12 +22,15 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nnmpi
-from nnmpi.base.picture import INK, PALE, Bar, Picture
+from nnmpi.base.files import read_json
+from nnmpi.base.picture import INK, PALE, Arrow, Bar, Picture
 from nnmpi.lab.comm import main as draw_collective
 from nnmpi.lab.memory import main as draw_plan
+from nnmpi.lab.render.collectives import draw_fit as draw_sums
 from nnmpi.lab.schedule import main as draw_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,18 +178,15 @@ def name_files(app: Any, tree: Any) -> None:
 
 
 def draw(name: str) -> str:
-    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" and "speedup" name, as
-    SVG in the colours of the page.
+    """Return the picture that `FIGURES` names, or what a lesson draws on 3 simulated ranks, as SVG
+    in the colours of the page.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         file = Path(folder) / "picture.svg"
-        if name == "speedup":
-            title = draw_speedup(file)
-        else:
-            made = draw_synchrony(Path(folder)) if name == "synchrony" else run_lesson(name)
+        made = FIGURES[name](file) if name in FIGURES else run_lesson(name)
+        if isinstance(made, Picture):
             made.save(file)
-            title = made.title
-        text = file.read_text()
+        title, text = str(getattr(made, "title", made)), file.read_text()
     text = text[text.index("<svg") :].replace(INK, "var(--color-foreground-primary)")
     text = text.replace("#000000", "var(--color-foreground-primary)")  # of a figure's axes
     text = re.sub(r'(<path [^>]*style="fill: )#ffffff', r"\1none", text).replace(
@@ -213,27 +213,97 @@ def run_lesson(name: str) -> Picture:
     return found["picture"]
 
 
-def draw_speedup(file: Path) -> str:
-    """Draw what the command of docs/simulated.md plots; return its title."""
-    page = (ROOT / "docs" / "simulated.md").read_text()
-    words = re.findall(r"^    nnmpi speedup (.*?)\n\n", page, re.M | re.S)[0].replace("\\\n", " ")
-    command = [sys.executable, "-m", "nnmpi", "speedup", *words.split()]
-    command[command.index("--plot") + 1] = str(file)
-    (file.parent / "matplotlibrc").write_text("svg.fonttype: none")  # text in the page's font
+def run_from(page: str, start: str, folder: Path, **changed: str) -> None:
+    """Run the first command of a page that begins so, with other values of some options."""
+    text = (ROOT / "docs" / page).read_text()
+    words = (
+        re.findall(rf"^    ({start}(?:.*\\\n)*.*)\n", text, re.M)[0].replace("\\\n", " ").split()
+    )
+    for name, value in changed.items():
+        words[words.index(f"--{name}") + 1] = value
     subprocess.run(
-        command,
+        [sys.executable, "-m", *words],
         check=True,
-        cwd=file.parent,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
     )
+
+
+def draw_speedup(file: Path) -> str:
+    """Draw what the command of docs/simulated.md plots; return its title."""
+    (file.parent / "matplotlibrc").write_text("svg.fonttype: none")  # text in the page's font
+    run_from("simulated.md", "nnmpi speedup", file.parent, plot=str(file))
     return "Speed-ups on 1, 2, 4 and 8 simulated ranks: measured, the cost model's, and ideal"
 
 
-def draw_synchrony(folder: Path) -> Picture:
+def draw_fit(file: Path) -> str:
+    """Draw the all-reduces of a committed measurement beside the fitted model's; return a title."""
+    from matplotlib import rc_context
+
+    saved = read_json(ROOT / "benchmarks" / "collectives" / "results" / "openmpi-4.json")
+    head, rows = saved["header"], saved["rows"]
+    machine = head["machine"]
+    known = {
+        (row["algorithm"], row["size"]): row["predicted_us"] / 1e6
+        for row in rows
+        if row["predicted_us"]
+    }
+    fit = SimpleNamespace(
+        ranks=head["ranks"],
+        machine=None,
+        facts={"nodes": [0], "mpi": head["mpi"], "host": machine["cpu"], "date": machine["date"]},
+        predict=lambda name, nbytes: known[name, nbytes],
+    )
+    sums = {
+        name: SimpleNamespace(
+            points=[(row["size"], row["p50_us"] / 1e6) for row in rows if row["algorithm"] == name]
+        )
+        for name in ("shared", "native", "ring", "halving-doubling")
+    }
+    with rc_context({"svg.fonttype": "none"}):  # text in the page's font
+        draw_sums(fit, sums, file)
+    return f"All-reduces of {head['ranks']} ranks, measured beside predicted"
+
+
+def draw_trace(file: Path) -> Picture:
+    """Return a step of the run that docs/layouts.md traces, in Perfetto's rows."""
+    run_from("layouts.md", "nnmpi train --simulate 2 --pp 2", file.parent, out="run")
+    events = json.loads(gzip.decompress((file.parent / "run" / "trace.json.gz").read_bytes()))
+    rows = events["traceEvents"]
+    names = {
+        (row["pid"], row["tid"]): f"rank {row['pid']}, {row['args']['name']}"
+        for row in rows
+        if row["name"] == "thread_name"
+    }
+    step = [row for row in rows if row["name"] == "step 12"]
+    begin, over = min(row["ts"] for row in step), max(row["ts"] + row["dur"] for row in step)
+    shown = [row for row in rows if begin <= row.get("ts", 0) < over and row.get("cat") != "step"]
+
+    def place(row: dict[str, Any]) -> tuple[str, float]:
+        return names[row["pid"], row["tid"]], (row["ts"] - begin) / 1e3
+
+    kinds = {"collective": "sum over ranks", "reduce": "sum over ranks", "input": "waiting"}
+    spans = [row for row in shown if row["ph"] == "X"]
+    bars = [
+        Bar(name, 0, 0)
+        for name in sorted({place(row)[0] for row in spans}, key=[*names.values()].index)
+    ]
+    for row in spans:
+        (track, at), kind = place(row), kinds.get(row["cat"], row["cat"])
+        text = row["name"][1:] if kind in ("forward", "backward") else ""
+        bars.append(Bar(track, at, at + row["dur"] / 1e3, kind, text))
+    ends = {row["id"]: row for row in shown if row["ph"] == "f"}
+    sent = [row for row in shown if row["ph"] == "s" and row["id"] in ends]
+    arrows = [Arrow(*place(row), *place(ends[row["id"]])) for row in sent]
+    return Picture("A traced step: two stages of a pipeline, four microbatches", "ms", bars, arrows)
+
+
+def draw_synchrony(file: Path) -> Picture:
     """Return what 3 ranks do in their first steps, one of them slow, by each rule of who may go
     on.
     """
+    folder = file.parent
     words = "--dataset digits --model mlp --max-steps 8 --eval-every 0 --trace --quiet --simulate 3"
     bars = []
     for rule in ("bsp", "ssp --staleness 2", "asp", "local --local-steps 4"):
@@ -265,6 +335,14 @@ def draw_synchrony(folder: Path) -> Picture:
     return Picture("Who waits for whom: 8 steps of 3 ranks, rank 2 three times as slow", "ms", bars)
 
 
+FIGURES = {
+    "speedup": draw_speedup,
+    "fit": draw_fit,
+    "trace": draw_trace,
+    "synchrony": draw_synchrony,
+}  # by the name that a page gives
+
+
 def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
@@ -277,8 +355,39 @@ def write_pages(app: Any) -> None:
     draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
     words = ["--pipeline", "1f1b", "--stages", "4", "--microbatches", "4"]
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])
+    drawn, kept = folder / "1f1b.svg", ROOT / "docs" / "_static" / "1f1b.svg"
+    words[words.index("--microbatches") + 1] = "8"
+    draw_schedule([*words, "--svg", str(drawn)])
+    if texts_of(drawn) != texts_of(kept):
+        raise ValueError(f"{kept}, the README's picture, is old; draw it again as the README says")
     write_python(folder / "python.js")
+    write_run(folder / "run.html")
     draw_plan(["plan", "--layers", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
+
+
+def texts_of(picture: Path) -> list[str]:
+    """Return the texts of an SVG: another matplotlib may place and round in another way."""
+    return re.findall(r">([^<>]+)</text>", picture.read_text())
+
+
+def write_run(page: Path) -> None:
+    """Write the page of a run on 2 simulated ranks, one of which is slower, with its evaluation."""
+    words = (
+        "--simulate 2 --model mlp --epochs 8 --slow ms=2;rank=1,factor=1.5 --log-every 3 --quiet"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = f"{folder}/digits-mlp"
+        for command in (
+            ["nnmpi.train", *words.split(), "--out", run],
+            ["nnmpi", "evaluate", run],
+            ["nnmpi", "report", run, "--out", str(page)],
+        ):
+            subprocess.run(
+                [sys.executable, "-m", *command],
+                check=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.DEVNULL,
+            )
 
 
 def fetch_pyodide() -> Path | None:

@@ -314,6 +314,7 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
         "ring.html",
         "1f1b.html",
         "plan.html",
+        "run.html",
     }
     assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
 

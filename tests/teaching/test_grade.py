@@ -9,6 +9,7 @@ import re
 import time
 from importlib.util import cache_from_source
 from pathlib import Path
+from textwrap import indent
 from xml.etree import ElementTree
 
 import pytest
@@ -212,10 +213,7 @@ def test_a_class_is_graded_and_nobody_touches_another(
         *("timeout", "blocked", "timeout"),
         *("blocked", "blocked", "blocked"),
     ]
-    assert re.search(r"ann +4 +2 +4 +10 of 10\n", message) and re.search(
-        r"fay +timeout +blocked +timeout +0 of 10\n", message
-    )
-    assert re.search(r"fast, seconds:\n +0\.0138218  ann", message)
+    assert indent(message, "    ") in (ROOT / "docs" / "grading.md").read_text()
     suites = ElementTree.fromstring(main([str(assignment), str(folder), "--format", "junit"]))
     assert [(suite.get("name"), len(suite.findall("*/failure"))) for suite in suites][:2] == [
         ("ann", 0),
