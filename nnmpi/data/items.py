@@ -199,7 +199,7 @@ class Items(Settled, Samples, fixed="name classes"):
             shapes = sorted({str(x.shape) for x, _ in items} or {"none"})
             raise DataError(
                 f"{self.name}: samples of a batch have the shapes {' and '.join(shapes)}; give all"
-                " the same, for example by cropping them in the data set"
+                " the same, for example by cropping or padding them in the data set"
             ) from None
         if x.dtype == np.uint8 and x.ndim == 3:
             x = x[..., None]  # gray

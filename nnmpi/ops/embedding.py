@@ -155,7 +155,9 @@ def _checked(table: Tensor, indices: Any, entries: int | None) -> Array:
     if not is_array(values):
         values = Tensor(values)._data  # checked on the host, also for a table on the device
     if values.dtype.kind not in "iu":
-        raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
+        raise DtypeError(
+            f"embedding needs integer indices, not {values.dtype}; a data set's tokens are uint32"
+        )
     if table.ndim != 2:
         raise ShapeError(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"

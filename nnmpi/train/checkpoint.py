@@ -630,7 +630,8 @@ def _training(loop: Trained) -> Iterator[Training]:
     if not isinstance(loop, tuple | list):
         what = type(loop).__name__
         raise UsageError(
-            f"save and resume take a Worker, or (model, optimizer, group), not a {what}"
+            f"save and resume take a Worker, or (model, optimizer, group), not a {what}; a model's weights"
+            " alone: numpy.savez(file, **model.state())"
         )
     model, optimizer, group = loop
     if isinstance(group, Arrangement):

@@ -217,7 +217,7 @@ def test_bytes_are_not_told_to_be_converted() -> None:
     ("line", "right"),
     [
         ("from nnmpi.data import DataLoader", "nnmpi.data.Loader"),
-        ("from nnmpi.optim import lr_scheduler", "the schedules of nnmpi.optim"),
+        ("from nnmpi.optim import lr_scheduler", "a function of the step"),
         ("from nnmpi.nn import functional as F", "nnmpi.ops"),
         ("import nnmpi.nn.functional as F", "nnmpi.ops"),
         ("from nnmpi import Wrker", "did you mean 'Worker'"),
