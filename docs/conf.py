@@ -44,7 +44,8 @@ root_doc = "docs/index"
 include_patterns = ["README.md", "docs/**.md", "benchmarks/**README.md", "examples/**README.md"]
 exclude_patterns = ["docs/_build", ".*", "nnmpi", "tests", "runs", "build"]
 html_theme = "furo"
-html_title = "nnmpi"
+html_title = "nnmpi, neural networks on MPI"
+html_favicon = "_static/icon.svg"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
@@ -347,8 +348,8 @@ def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
     first = (
-        '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><a'
-        ' href="docs/index.html">nnmpi</a>'
+        '<!doctype html><html lang="en"><title>nnmpi: neural networks on MPI, in Python</title><meta'
+        ' http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">nnmpi</a>'
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "index.html").write_text(f"{first}\n")
