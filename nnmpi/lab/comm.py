@@ -6,6 +6,8 @@ nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
 nnmpi comm prove halving-doubling --ranks 17
 nnmpi comm prove program.xml                 # of MSCCL; so render, simulate
 nnmpi comm export ring --ranks 8 --format msccl --out ring.xml
+nnmpi comm export ring --ranks 8 --bytes 64MiB --format goal --out ring.goal
+nnmpi comm simulate ring.goal                # of GOAL, LogGOPSim's; so render
 nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
 nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
 mpirun -n 4 nnmpi comm fit --svg fit.svg
@@ -31,7 +33,7 @@ from nnmpi.base.command import (
     split_command,
 )
 from nnmpi.base.custom import is_program, load_custom
-from nnmpi.base.errors import UsageError, name_ranks, raised_as
+from nnmpi.base.errors import UsageError, counted, name_ranks, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -50,10 +52,12 @@ from nnmpi.comm.fit import (
 )
 from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.mpi.start import start
-from nnmpi.comm.prove import prove
+from nnmpi.comm.prove import prove, proved_steps
 from nnmpi.comm.saved_fit import facts
+from nnmpi.lab.goal import ENDING, GoalText, makespan, read_goal
+from nnmpi.lab.goal import picture as picture_program
 from nnmpi.lab.measure import measure, measure_adding, measure_sums
-from nnmpi.lab.msccl import write_program
+from nnmpi.lab.msccl import save, write_program
 from nnmpi.lab.osu import fit_of, read_tables
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.collectives import compare, draw_fit, picture, render
@@ -89,8 +93,10 @@ class CommConfig:
     """File of the fit (default: one for these ranks in the user's cache), or of what is exported
     (default: it is printed).
     """
-    format: Literal["msccl"] = "msccl"
-    """Format of an exported collective."""
+    format: Literal["msccl", "goal"] = "msccl"
+    """Format of an exported collective: MSCCL's XML; or LogGOPSim's GOAL, for --bytes, with the
+    times of adding by --network.
+    """
     from_: Path | None = None
     """File of a fit's measurements by others: tables of osu_latency, osu_bw, osu_bibw,
     osu_allreduce, or of nccl-tests.
@@ -114,6 +120,8 @@ def main(words: Sequence[str]) -> str:
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
     check_figure(asked.svg)
+    if algorithm.endswith(ENDING):
+        return _goal(name, Path(algorithm), asked)
     ranks = asked.ranks
     if ranks is None and is_program(algorithm):
         ranks = load_custom(algorithm, "the algorithm", "").ranks
@@ -159,12 +167,19 @@ def _prove(algorithm: str, ranks: int, asked: CommConfig) -> str:
 
 
 def _export(algorithm: str, ranks: int, asked: CommConfig) -> str:
-    """Write a collective for another program, such as MSCCL's runtime."""
-    text = write_program(_collective(algorithm, asked)[1], ranks)
+    """Write a collective for another program, such as MSCCL's runtime or LogGOPSim."""
+    machine = parse_network(asked.network, ranks, ranks)
+    _, collective = _collective(algorithm, asked, machine.nodes)
+    if asked.format == "msccl":
+        text = write_program(collective, ranks)
+    else:
+        proved_steps(collective, ranks)
+        goal = GoalText(ranks)
+        goal.collective(collective, range(ranks), asked.bytes, machine.add)
+        text = str(goal)
     if asked.out is None:
         return text
-    with raised_as(UsageError, f"--out {asked.out} cannot be written"):
-        asked.out.write_text(f"{text}\n")
+    save(asked.out, text)
     return f"{algorithm} for {ranks} ranks is in {asked.out}"
 
 
@@ -200,6 +215,28 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
             else f"the first to finish: {name_ranks(first)}, after {format_seconds(min(result))}"
         )
     )
+
+
+def _goal(name: str, file: Path, asked: CommConfig) -> str:
+    """Simulate or draw a program of GOAL."""
+    program = read_goal(file)
+    ranks = program.ranks
+    require(
+        name in ("simulate", "render") and asked.html is None,
+        f"{file} has bytes and no chunks, so what it sums is unknown; simulate it, or render it as"
+        " text or --svg",
+    )
+    require(asked.ranks in (None, ranks), f"{file} is for {ranks} ranks, not for {asked.ranks}")
+    machine = parse_network(asked.network, ranks, ranks)
+    spans = program.simulate(machine)
+    title = (
+        f"{file}, {counted(ranks, 'rank')}: {format_seconds(makespan(spans))}, messages by"
+        f" {describe_network(asked.network)}"
+    )
+    drawn = picture_program(spans, ranks, title)
+    if asked.svg is not None:
+        drawn.save(asked.svg)
+    return title if name == "simulate" else str(drawn)
 
 
 def _fit(_: str, ranks: int, asked: CommConfig) -> str:
@@ -269,7 +306,7 @@ _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] 
     "prove": (_prove, ALGORITHM, "operation ranks"),
     "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
-    "export": (_export, ALGORITHM, "operation ranks format out"),
+    "export": (_export, ALGORITHM, "operation ranks bytes network format out"),
     "fit": (_fit, "", "out svg from_ ranks"),
 }
 

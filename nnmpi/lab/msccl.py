@@ -24,7 +24,7 @@ from xml.parsers import expat
 
 import numpy as np
 
-from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.errors import ScheduleError, UsageError, raised_as
 from nnmpi.base.files import foreign
 from nnmpi.comm.collective import Collective, Contract, Step, Steps, parts_of, runs
 from nnmpi.comm.prove import proved_steps
@@ -365,6 +365,22 @@ class ProgramWalk:
             last.update(part, place=" and ".join(both))
 
 
+def save(file: Path, text: object) -> None:
+    """Write a text to a file.
+
+    Raises:
+        UsageError: for one that cannot be written.
+    """
+    with raised_as(UsageError, f"{file} cannot be written"):
+        file.write_text(f"{text}\n")
+
+
+def check_length(file: Path, most: int) -> None:
+    """Refuse a file of more bytes."""
+    if file.stat().st_size > most:
+        raise ValueError(f"it is longer than {most >> 20} MiB")
+
+
 def read_program(file: Path) -> Collective:
     """Return the collective in a file of MSCCL.
 
@@ -378,8 +394,7 @@ def read_program(file: Path) -> Collective:
         raise ValueError("it declares a document type, which no program needs")
 
     with foreign(file, UsageError, "no program of MSCCL"):
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES >> 20} MiB")
+        check_length(file, MOST_BYTES)
         try:
             for program.is_measured in (False, True):
                 parser = expat.ParserCreate()

@@ -30,6 +30,7 @@ from nnmpi.comm.duration import coefficients, price
 from nnmpi.comm.fit import EXAMPLES, Fit
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.lab.measure import rising_curve
+from nnmpi.lab.msccl import check_length
 
 MOST_BYTES = 2**20
 # program -> what its table has, and how many bytes its bandwidth counts of each; 0 for seconds
@@ -55,8 +56,7 @@ def read_tables(file: Path) -> tuple[Tables, list[int]]:
     tables, hosts, nodes = dict[str, Any](), dict[str, int](), list[int]()
     rows, factor, column = [(-1.0, 0.0)], 0, 0
     with foreign(file, UsageError, "no measurements"):
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES >> 20} MiB")
+        check_length(file, MOST_BYTES)
         lines = file.read_text("utf-8", "replace").split("\n")
     for number, line in enumerate(lines, 1):
         words, place = line.split(), f"{file}, line {number}:"

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together, run_on_ranks
 from nnmpi.commands.start import read_shared
+from nnmpi.lab.msccl import save
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import LayoutSearch, plan
 from nnmpi.lab.planner.profile import Workload, find_profile
@@ -68,6 +70,8 @@ class PlanConfig:
     """Layouts to print."""
     again: bool = False
     """Measure the model's parts again, though a profile was kept."""
+    goal: Path | None = None
+    """File for a step of the first layout as GOAL, LogGOPSim's text, to simulate and draw it."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -147,7 +151,10 @@ def main(words: Sequence[str], group: Group) -> None:
         profile, _ = find_profile(workload, group, ranks, backend, console.say, machine.again)
 
         def search() -> list[str]:
-            result = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
+            pricer = workload.pricer(profile, network, backend)
+            result = plan(pricer, machine.memory, machine.kept)
+            if machine.goal:
+                save(machine.goal, pricer.step(result.best[0].candidate))
             command = train_command(asked, ranks, result.best[0].options())
             step_s = profile.step(workload.batch_size, "seconds")
             return [

@@ -5,6 +5,7 @@ nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stag
 nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
 nnmpi schedule --pipeline zero-bubble --stages 4 --microbatches 8 --costs F=1,B=1.2,W=0.8,SEND=0.1
 nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
+nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --bytes 4MiB --goal 1f1b.goal
 nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2 --program
 """
 
@@ -20,6 +21,8 @@ from nnmpi.base.custom import load_custom
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
+from nnmpi.lab.goal import GoalText
+from nnmpi.lab.msccl import save
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
 from nnmpi.schedule.check import check
@@ -65,6 +68,8 @@ class ScheduleConfig:
     """File for an interactive page."""
     svg: Path | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
+    goal: Path | None = None
+    """File for the schedule as LogGOPSim's GOAL."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
@@ -119,6 +124,10 @@ def main(words: Sequence[str]) -> str:
     ]
     if options.program:
         lines += ["", *programs(schedule)]
+    if options.goal:
+        text = GoalText(stages)
+        text.schedule(schedule, costs, lambda _: (options.bytes,), range(stages))
+        save(options.goal, text)
     if options.svg:
         about = _modelled(options, schedule.trains)
         if options.network:

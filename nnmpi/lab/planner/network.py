@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, native_algorithms
-from nnmpi.comm.collective import Step, Steps, as_collective
+from nnmpi.comm.collective import Collective, Step, Steps, as_collective
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import (
     Fit,
@@ -61,27 +62,32 @@ class PlannedNetwork:
         """Return the seconds of a collective by its fastest algorithm, in all groups at once.
 
         Args:
-            operation: such as "all-reduce". Others are a message from each rank to the next one.
+            operation: such as "all-reduce"; SHARED, in shared memory. Others are a message from
+                each rank to the next one.
             groups: the ranks of each.
             nbytes: of the full buffer.
         """
         if not nbytes:
             return 0.0
+        if operation == SHARED:
+            return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
+        seconds, _ = self.fastest(operation, groups, nbytes)
+        if operation == "all-reduce" and self.fit and len(groups[0]) == self.fit.ranks:
+            return min(seconds, self.fit.predict(NATIVE, nbytes))
+        return seconds
+
+    def fastest(
+        self, operation: str, groups: Sequence[Sequence[int]], nbytes: int
+    ) -> tuple[float, Collective]:
+        """Return the seconds of the fastest algorithm, and the algorithm; see `exchange`."""
         parts = self.machine.parts(groups, self.ranks)
-        return max(self._exchange(operation, machine, len(groups[0]), nbytes) for machine in parts)
-
-    def _exchange(self, operation: str, machine: Machine, ranks: int, nbytes: int) -> float:
-        result = [
-            price(item, ranks, nbytes, machine)
-            for item in native_algorithms(operation) or [as_collective(_pass_on)]
-        ]
-        if operation == "all-reduce" and self.fit is not None and ranks == self.fit.ranks:
-            result.append(self.fit.predict(NATIVE, nbytes))
-        return min(result)
-
-    def shared(self, nbytes: int) -> float:
-        """Return an all-reduce's seconds through shared memory, if `has_shared`."""
-        return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
+        return min(
+            (
+                (max(price(item, len(groups[0]), nbytes, machine) for machine in parts), item)
+                for item in native_algorithms(operation) or [as_collective(_pass_on)]
+            ),
+            key=itemgetter(0),
+        )
 
 
 def _pass_on(rank: int, size: int) -> Steps:

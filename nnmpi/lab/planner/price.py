@@ -26,7 +26,7 @@ than GPipe: its stages run one after another. PipeDream gives other results than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
@@ -38,7 +38,8 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import LayoutError, UsageError
-from nnmpi.base.shard import split
+from nnmpi.base.shard import part, split
+from nnmpi.comm.algorithms.registry import SHARED
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
@@ -46,6 +47,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.executor import SERIAL, executable
 from nnmpi.compose.layout import PIPEDREAM, Layout
+from nnmpi.lab.goal import GoalText
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
@@ -72,7 +74,7 @@ from nnmpi.schedule.schedules import (
     make,
     usual_stages,
 )
-from nnmpi.schedule.simulate import simulate_schedule
+from nnmpi.schedule.simulate import Costs, Lengths, simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
@@ -80,6 +82,8 @@ END_S = 25e-6  # processor time of a pipeline's message at each end, where none 
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
+PlannedExchange: TypeAlias = tuple[str, Sequence[Sequence[int]], int, float]
+"""A collective in some groups at once: operation, groups, bytes, and how often."""
 PIPELINES = (
     *((name, usual_stages(name)) for name in TRAINING if name not in ("naive", PIPEDREAM)),
     (INTERLEAVED, 4),
@@ -508,7 +512,7 @@ class Pricer:
         schedule, cuts = self._stages(candidate)
         layer_s = self._layer_s(self._rows(candidate), "seconds")
         scale = self._computing(candidate) / (sum(layer_s) or 1.0)
-        sent_s = self._sent(candidate) / len(cuts)
+        sent_s = self._seconds(self._sent(candidate)) / len(cuts)
         work = [
             scale * sum(layer_s[i] for i in cut)
             + sent_s
@@ -530,13 +534,13 @@ class Pricer:
         step_s = profile.step(min(profile.steps), "seconds") - profile.once_s
         return max(0.0, profile.piped_s - step_s * most_s / (sum(layer_s) or 1.0)) / 2
 
-    def _bubble(self, candidate: Candidate) -> float:
-        """Return the busiest rank's seconds of waiting in a step."""
+    def _pipeline(self, candidate: Candidate) -> tuple[Schedule, Costs, Lengths]:
+        """Return a pipeline's schedule, its seconds, and the bytes of its messages."""
         schedule, cuts = self._stages(candidate)
         rows = self._rows(candidate)
         forward = self._forward_part(rows)
         backward = 1 - forward
-        busy_s, work = self._work(candidate)
+        _, work = self._work(candidate)
         costs = {
             Kind(kind): [part * seconds for seconds in work]
             for kind, part in zip(
@@ -548,13 +552,19 @@ class Pricer:
             layer = cuts[send.stage + (send.kind is Kind.SEND_ACT)].start
             return (round(self._entering(layer, rows) / candidate.sp),)
 
+        return schedule, costs, lengths
+
+    def _bubble(self, candidate: Candidate) -> float:
+        """Return the busiest rank's seconds of waiting in a step."""
+        schedule, costs, lengths = self._pipeline(candidate)
+        busy_s, _ = self._work(candidate)
         pipelines = self._mesh(*candidate.axes).groups(PP)
         return (
             self.profile.once_s
             - busy_s
             + max(
-                simulate_schedule(schedule, costs, part, lengths).makespan_s
-                for part in self.network.machine.parts(pipelines, candidate.ranks)
+                simulate_schedule(schedule, costs, machine, lengths).makespan_s
+                for machine in self.network.machine.parts(pipelines, candidate.ranks)
             )
         )
 
@@ -591,62 +601,134 @@ class Pricer:
 
         With a pipeline, `_work` adds those of sharded layers and `_bubble` those between stages.
         """
-        network, mesh = self.network, self._mesh(*candidate.axes)
-        result = 0.0 if candidate.pp > 1 else self._sent(candidate)
+        return (
+            (0.0 if candidate.pp > 1 else self._seconds(self._sent(candidate)))
+            + self._seconds(self._agreements(candidate))
+            + self._exposed_sums(candidate, busy_s, bubble_s)
+        )
+
+    def _seconds(self, exchanges: Iterable[PlannedExchange]) -> float:
+        return sum(
+            times * self.network.exchange(what, groups, nbytes)
+            for what, groups, nbytes, times in exchanges
+        )
+
+    def _agreements(self, candidate: Candidate) -> Iterator[PlannedExchange]:
+        """Yield the exchanges of numbers, of gradient norms and of tied parameters."""
+        mesh = self._mesh(*candidate.axes)
         if not self._fused(candidate):
             for axes in (AXES, AXES if candidate.zero else (PP, TP)):  # numbers, gradient norm
                 groups = mesh.groups(*axes)
-                result += network.exchange("all-gather", groups, len(groups[0]) * NUMBERS_BYTES)
+                yield "all-gather", groups, len(groups[0]) * NUMBERS_BYTES, 1
         if candidate.pp > 1:
             # assume that the first and the last stage share them, as embedding and output layer do
             ends = [(ranks[0], ranks[-1]) for ranks in mesh.groups(PP)]
-            tied = self.shapes.tied_bytes(*candidate.division)
-            result += network.exchange("all-reduce", ends, tied)
-        return result + (self._sums(candidate, busy_s, bubble_s) if candidate.replicas > 1 else 0.0)
+            yield "all-reduce", ends, self.shapes.tied_bytes(*candidate.division), 1
 
-    def _sent(self, candidate: Candidate) -> float:
-        """Return a microbatch's seconds of messages between the ranks of sharded layers."""
-        mesh, result = self._mesh(*candidate.axes), 0.0
-        share = self.profile.shares[candidate.tp, candidate.sp]
+    def _sent(self, candidate: Candidate) -> Iterator[PlannedExchange]:
+        """Yield a microbatch's exchanges between the ranks of sharded layers."""
+        mesh, share = self._mesh(*candidate.axes), self.profile.shares[candidate.tp, candidate.sp]
         for what, axis, row_bytes, count in share.exchanges:
-            nbytes, groups = round(row_bytes * self._rows(candidate)), mesh.groups(axis)
-            result += count * self.network.exchange(what.partition(" ")[0], groups, nbytes)
-        return result
+            nbytes = round(row_bytes * self._rows(candidate))
+            yield what.partition(" ")[0], mesh.groups(axis), nbytes, count
 
-    def _sums(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
-        """Return the seconds of summing gradients over replicas and of gathering parameters."""
-        network, groups = self.network, self._mesh(*candidate.axes).groups(DP, SP)
+    def _sums(self, candidate: Candidate) -> Iterator[PlannedExchange]:
+        """Yield the sums of gradients over replicas, and the gathers of parameters."""
+        if candidate.replicas == 1:
+            return
+        groups = self._mesh(*candidate.axes).groups(DP, SP)
         states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
-        if candidate.zero:
-            # in a pipeline each microbatch has its own sums, and its own gathers
-            times, gathers, result = 1, 2.0 if candidate.zero == 3 else 1.0, 0.0
-            if candidate.pp > 1 and candidate.zero > 1:
-                times = candidate.microbatches
-                halved = Kind.W in self._stages(candidate)[0].kinds
-                gathers *= times + times * halved / 2 if candidate.zero == 3 else 1
-            for nbytes in max(states, key=lambda item: item.total).lengths:
-                if self._through_memory(candidate):  # one shared copy: nothing to gather
-                    result += network.shared(nbytes) / 2
-                else:
-                    result += times * network.exchange("reduce-scatter", groups, nbytes)
-                    result += gathers * network.exchange("all-gather", groups, nbytes)
-            return result
-        nbytes = max(state.gradients for state in states)
-        if self._through_memory(candidate):
-            return network.shared(nbytes)
-        total_s = network.exchange("all-reduce", groups, nbytes)
-        if candidate.pp > 1:
-            # The other stages end earlier, and sum while the pipeline drains.
-            hidden_s, least = bubble_s, groups[: candidate.tp]
-        elif len({*network.nodes}) == 1:
+        in_memory = self._through_memory(candidate)
+        if not candidate.zero:
+            nbytes = max(state.gradients for state in states)
+            yield SHARED if in_memory else "all-reduce", groups, nbytes, 1
+            return
+        # in a pipeline each microbatch has its own sums, and its own gathers
+        piped = candidate.pp > 1 and candidate.zero > 1
+        times = candidate.microbatches if piped else 1
+        halved = piped and Kind.W in self._stages(candidate)[0].kinds
+        gathers = times * (2 + halved) if candidate.zero == 3 else 1
+        for nbytes in max(states, key=lambda item: item.total).lengths:
+            if in_memory:  # one shared copy: nothing to gather
+                yield SHARED, groups, nbytes, 0.5
+            else:
+                yield "reduce-scatter", groups, nbytes, times
+                yield "all-gather", groups, nbytes, gathers
+
+    def _buckets(self, candidate: Candidate, sums: Sequence[PlannedExchange]) -> int:
+        """Return how many buckets are summed one by one, so that the backward pass may hide all but
+        the last.
+        """
+        alone = candidate.pp > 1 or len({*self.network.nodes}) == 1
+        if alone or not sums or sums[0][0] != "all-reduce":
+            return 1
+        return max(1, -(-sums[0][2] // BUCKET_BYTES))
+
+    def _exposed_sums(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
+        """Return the seconds of summing gradients and gathering parameters that are not hidden."""
+        sums = [*self._sums(candidate)]
+        total_s = self._seconds(sums)
+        if not sums or sums[0][0] != "all-reduce":
             return total_s
-        else:
-            # Buckets are summed during backward, which may hide all but the last one.
-            hidden_s, least = busy_s * (1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))), groups
+        what, groups, nbytes, _ = sums[0]
+        # In a pipeline the other stages end earlier, and sum while it drains.
+        hidden_s, least = bubble_s, groups[: candidate.tp]
+        if candidate.pp == 1:
+            hidden_s, least = busy_s * (1 - 1 / self._buckets(candidate, sums)), groups
             nbytes = min(nbytes, BUCKET_BYTES)
-        least_s = network.exchange("all-reduce", least, nbytes)
+        least_s = self.network.exchange(what, least, nbytes)
         backward = 1 - self._forward_part(self._rows(candidate))
         return max(total_s - backward * hidden_s, least_s)
+
+    # ---- messages ----
+
+    def step(self, candidate: Candidate) -> GoalText:
+        """Return a step as GOAL: what `price` counts, operation by operation.
+
+        Sums in shared memory, and a pipeline's exchanges of sharded layers, are computing there.
+        """
+        text, mesh, ranks = GoalText(candidate.ranks), self._mesh(*candidate.axes), candidate.ranks
+
+        def compute(seconds: float) -> None:
+            for rank in range(ranks):
+                text.compute(rank, seconds)
+
+        def exchange(
+            what: str,
+            groups: Sequence[Sequence[int]],
+            nbytes: int,
+            times: float,
+            beside: bool = False,
+        ) -> None:
+            if what == SHARED:
+                compute(times * self.network.exchange(what, groups, nbytes))
+                return
+            _, item = self.network.fastest(what, groups, nbytes)
+            for group in [*groups] * int(times):
+                text.collective(item, group, nbytes, self.network.machine.add, beside)
+
+        backward_s, sums = 0.0, [*self._sums(candidate)]
+        if candidate.pp > 1:
+            for group in mesh.groups(PP):
+                text.schedule(*self._pipeline(candidate), group)
+            compute(self.profile.once_s)
+        else:
+            busy_s = self._computing(candidate)
+            backward_s = busy_s * (1 - self._forward_part(self._rows(candidate)))
+            compute(busy_s - backward_s)
+            for item in self._sent(candidate):
+                exchange(*item)
+        count = self._buckets(candidate, sums)
+        for bucket in range(count):
+            compute(backward_s / count)
+            for what, groups, nbytes, times in sums:
+                exchange(what, groups, len(part(nbytes, count, bucket)), times, count > 1)
+        for last, beside in zip(*text.last, strict=True):
+            last += beside
+        for item in self._agreements(candidate):
+            exchange(*item)
+        compute(self._update_s(candidate))
+        return text
 
     # ---- bytes ----
 
