@@ -14,13 +14,14 @@ has state.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from math import cos, inf, pi
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from nnmpi.base.errors import Settled, UsageError, check_int, check_ints, number
+from nnmpi.base.words import raise_missing
 
 __all__ = [
     "ConstantRate",
@@ -38,13 +39,24 @@ RateSchedule: TypeAlias = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class ConstantRate:
-    """The same rate at every step."""
+class _Rate:
+    """A schedule from a rate, by shares of it and numbers of steps."""
 
     lr: float
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
+        for name, value in vars(self).items():
+            if name in {"factor", "rise", "start", "end", "final"}:
+                number(name, value, most=1)
+
+    if not TYPE_CHECKING:
+        __getattr__ = raise_missing
+
+
+@dataclass(frozen=True)
+class ConstantRate(_Rate):
+    """The same rate at every step."""
 
     def __call__(self, step: int) -> float:
         """Return lr."""
@@ -53,21 +65,19 @@ class ConstantRate:
 
 
 @dataclass(frozen=True)
-class StepDecay:
+class StepDecay(_Rate):
     """Multiply the rate by `factor` after every `every` steps.
 
     Raises:
         UsageError: for lr < 0, every < 1, or a factor outside [0, 1].
     """
 
-    lr: float
     every: int
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        number("lr", self.lr)
+        super().__post_init__()
         check_int("every", self.every)
-        number("factor", self.factor, most=1)
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^(step // every)."""
@@ -75,20 +85,18 @@ class StepDecay:
 
 
 @dataclass(frozen=True)
-class MultiStep:
+class MultiStep(_Rate):
     """Multiply the rate by `factor` at each of these steps: PyTorch's MultiStepLR, in updates.
 
     Raises:
         UsageError: for lr < 0, steps that do not rise from 0 or later, or a factor outside [0, 1].
     """
 
-    lr: float
     steps: Sequence[int]
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        number("lr", self.lr)
-        number("factor", self.factor, most=1)
+        super().__post_init__()
         check_ints("steps", self.steps, 0)
         if list(self.steps) != sorted(set(self.steps)):
             raise UsageError(f"steps are {tuple(self.steps)}; give each once, in increasing order")
@@ -99,7 +107,7 @@ class MultiStep:
 
 
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycle(_Rate):
     """Half a cosine up to lr over the first fraction `rise` of `total` steps, then one down.
 
     Smith and Topin, "Super-convergence", 2019. The numbers are those of PyTorch's OneCycleLR: from
@@ -109,17 +117,14 @@ class OneCycle:
         UsageError: for lr < 0, total < 2, or a fraction outside [0, 1].
     """
 
-    lr: float
     total: int
     rise: float = 0.3
     start: float = 1 / 25
     end: float = 1e-4
 
     def __post_init__(self) -> None:
-        number("lr", self.lr)
+        super().__post_init__()
         check_int("total", self.total, 2)
-        for name in ("rise", "start", "end"):
-            number(name, getattr(self, name), most=1)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr * start, lr, and lr * start * end."""
@@ -129,7 +134,7 @@ class OneCycle:
             a, b, share = first, self.lr, at / top if top else 1.0
         else:
             a, b, share = self.lr, first * self.end, (at - top) / (last - top)
-        return b + (a - b) * (1 + math.cos(math.pi * share)) / 2
+        return b + (a - b) * (1 + cos(pi * share)) / 2
 
 
 class ReduceOnPlateau(Settled):
@@ -155,11 +160,11 @@ class ReduceOnPlateau(Settled):
         self.lr, self.factor = number("lr", lr), number("factor", factor, most=1)
         self.patience = check_int("patience", patience, 0)
         self.threshold = number("threshold", threshold, most=1)
-        self.best, self.waited = math.inf, 0
+        self.best, self.waited = inf, 0
 
     def __call__(self, loss: float) -> float:
         """Return the rate from now on, after an epoch with this loss."""
-        margin = 0 if self.best == math.inf else self.threshold * abs(self.best)
+        margin = 0 if self.best == inf else self.threshold * abs(self.best)
         if loss < self.best - margin:  # not NaN, also as the first one
             self.best, self.waited = float(loss), 0
         else:
@@ -170,13 +175,13 @@ class ReduceOnPlateau(Settled):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
-        best = None if self.best == math.inf else self.best
+        best = None if self.best == inf else self.best
         return {"lr": self.lr, "best": best, "waited": self.waited}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
-        self.lr, best, self.waited = (state[name] for name in ("lr", "best", "waited"))
-        self.best = math.inf if best is None else best
+        self.lr, best, self.waited = state["lr"], state["best"], state["waited"]
+        self.best = inf if best is None else best
 
 
 class PlateauRate(float):
@@ -192,7 +197,7 @@ class PlateauRate(float):
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(_Rate):
     """Half a cosine from lr at step 0 to the floor final * lr at step `total`, then constant.
 
     Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017), equation
@@ -203,14 +208,12 @@ class Cosine:
         UsageError: for lr < 0, total < 1, or a final fraction outside [0, 1].
     """
 
-    lr: float
     total: int
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        number("lr", self.lr)
+        super().__post_init__()
         check_int("total", self.total)
-        number("final", self.final, most=1)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""
@@ -218,7 +221,7 @@ class Cosine:
         # The weight is exactly 1 at the start and exactly 0 at the end. So this mix of two values
         # is exact at both ends, unlike floor + weight * difference. In between, rounding may leave
         # the range of the two: clamp.
-        weight = (1 + math.cos(math.pi * progress)) / 2
+        weight = (1 + cos(pi * progress)) / 2
         floor = self.final * self.lr
         return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)
 

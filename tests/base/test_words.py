@@ -59,6 +59,7 @@ OWNERS: dict[str, Any] = {
     "pred": X,
     "loss": X,
     "optimizer": optim.SGD(MODEL.storage, lr=0.1),
+    "scheduler": optim.Cosine(0.1, 3),
 }
 
 
