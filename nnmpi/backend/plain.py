@@ -101,7 +101,7 @@ class PlainKernels:
 
     def rows(
         self,
-        formula: Callable[..., tuple[Array, ...]],
+        formula: Callable[..., Any],
         *operands: Any,
         sums: Sequence[Array] = (),
         reuse: bool = False,
@@ -812,12 +812,12 @@ class PlainKernels:
 
         def normalize(images: Array) -> tuple[Array, ...]:
             means = group_means(_image_sums(images, channels), pixels, count)
-            away = images - _wide(means, images)
+            away = images - wide_for(means, images)
             squares = _image_sums(away * away, channels)
             inverse = inverse_root(group_means(squares, pixels, count), eps)
             inverse = inverse.astype(x.dtype)
-            y = away * _wide(inverse * scale, images)
-            return y + _wide(shift, images), away, inverse
+            y = away * wide_for(inverse * scale, images)
+            return y + wide_for(shift, images), away, inverse
 
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         y, *saved = in_blocks(normalize, images)
@@ -841,8 +841,8 @@ class PlainKernels:
             center, slope = (
                 group_means(item * scale, pixels, count) * inverse for item in (sums, products)
             )
-            moved = away * _wide(slope * inverse, away) + _wide(center, away)
-            return sums, products, grad * _wide(inverse * scale, away) - moved
+            moved = away * wide_for(slope * inverse, away) + wide_for(center, away)
+            return sums, products, grad * wide_for(inverse * scale, away) - moved
 
         sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
         for item, target in zip((products, sums), targets, strict=True):
@@ -970,7 +970,7 @@ def group_means(sums: Array, pixels: int, count: int) -> Array:
     return result.reshape(n, channels)
 
 
-def _wide(values: Array, images: Array) -> Array:
+def wide_for(values: Array, images: Array) -> Array:
     """Return values (block, channels) or (channels,) as operands of images."""
     channels = values.shape[-1]
     rows = values.reshape(values.size // channels, 1, channels)

@@ -23,7 +23,7 @@ class PrintedKernels(PlainKernels):
 
     def rows(
         self,
-        formula: Callable[..., tuple[Array, ...]],
+        formula: Callable[..., Any],
         *operands: Any,
         sums: Sequence[Array] = (),
         reuse: int = False,

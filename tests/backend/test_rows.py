@@ -71,18 +71,23 @@ def test_shapes(shape):
         compare(own_norm, x, 0.5, scale, share=3e-6)
 
 
-def test_numbers_of_rows_and_columns():
-    """Read and returned; a sum of many rows, whose last part is not full."""
-
+@pytest.mark.parametrize(
+    ("lead", "columns"), [((), 7), ((3,), (3, 1, 7)), ((3,), 7), ((1,), (1, 1, 7))]
+)
+def test_numbers_of_rows_and_columns(lead, columns):
+    """Read and returned; a sum of many rows, whose last part is not full; each sample's own."""
     rng = np.random.default_rng(0)
     x, each, column = (
-        rng.standard_normal(shape, dtype=np.float32) for shape in ((131, 7), (131, 1), 7)
+        rng.standard_normal(shape, dtype=np.float32)
+        for shape in ((*lead, 131, 7), (*lead, 131, 1), columns)
     )
-    sums = np.full((2, 7), 9, np.float32)
+    sums = np.full((2, *lead, 7), 9, np.float32)
     found, expected = compare(mixed, x, each, column, 0.5, sums=[*sums], share=1e-4)
     assert len(found) == 2
     for mine, term in zip(sums, expected[2:], strict=True):
-        np.testing.assert_allclose(mine, term.sum(axis=0), rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(mine, term.sum(axis=-2), rtol=2e-5, atol=1e-5)
+    if lead:
+        return
     plain = np.empty_like(sums)
     PLAIN.rows(mixed, x, each, column, 0.5, sums=[*plain])
     np.testing.assert_allclose(plain, sums, rtol=2e-5, atol=1e-5)

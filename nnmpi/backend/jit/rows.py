@@ -54,10 +54,18 @@ SCOPE |= {
 
 
 class RowLoop(Printed):
-    """The compiled loop of a row formula, see `PlainKernels.rows`."""
+    """The compiled loop of a row formula, see `PlainKernels.rows`.
 
-    def __init__(self, formula: Any, kinds: Sequence[Any], sums: int, reuse: bool) -> None:
+    Args:
+        formula, kinds, sums, reuse: as for `Printed`.
+        sampled: whether the first of three axes is samples, which have sums and vectors each.
+    """
+
+    def __init__(
+        self, formula: Any, kinds: Sequence[Any], sampled: bool, sums: int, reuse: bool
+    ) -> None:
         super().__init__(formula, kinds, sums, reuse)
+        self.sampled = sampled
         self.written = [i for i in range(len(kinds)) if f"x{i}" in dict(self.outs)]
         self._compile()
 
@@ -116,6 +124,7 @@ class RowLoop(Printed):
         given.sort(key=lambda x: x[0] in outs)  # what is written to comes last
         sums = range(len(self.terms))
         body = self.body()
+        names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
         lines = ["rows, n = x0.shape"]
         lines += [f"{text[:-3]} = np.empty(n, F)" for text in self.kept.values() if text[0] == "s"]
         lines += [f"p{k}, t{k}[:] = np.zeros(n, F), ZERO" for k in sums]
@@ -125,11 +134,15 @@ class RowLoop(Printed):
         if sums:
             lines.append(f"    if r % {loops.ROWS} == {loops.ROWS - 1} or r == rows - 1:")
             lines += [f"        empty_into(p{k}, t{k})" for k in sums]
+        if self.sampled:
+            many = [name for name in names if (name, NUMBER) not in given]
+            each = [f"{name} = {name}s[s]" for name in many]
+            lines = ["for s in range(len(x0s)):", *(f"    {line}" for line in each + lines)]
+            names = [f"{name}s" if name in many else name for name in names]
         text = "\n    ".join(lines)
         # it tells formulas apart in numba's cache on disk, where this file outdates them
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         name = f"{self.name}_{digest}"
-        names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
         arrays = [x if kind == NUMBER else f"array({x})" for x, kind in given]
         arrays, count = arrays + [y for y, _ in news], len(given) - len(self.written)
         reads, writes = ("".join(map("{}, ".format, x)) for x in (arrays[:count], arrays[count:]))
@@ -138,7 +151,7 @@ class RowLoop(Printed):
             f"def call(xp, sums, {', '.join(f'x{i}' for i in range(len(self.kinds)))}):",
             "    array, empty = xp.ascontiguousarray, xp.empty",
             *(
-                f"    {y} = empty({'x0.shape' if kind == ROW else '(len(x0), 1)'}, F)"
+                f"    {y} = empty({'x0.shape' if kind == ROW else '(*x0.shape[:-1], 1)'}, F)"
                 for y, kind in news
             ),
             f"    launch(kernel, ({reads}), [{writes} *sums])",
@@ -146,8 +159,12 @@ class RowLoop(Printed):
         ]
         scope: dict[str, Any] = {**vars(loops), **SCOPE}
         exec(compile("\n".join(lines), __file__, "exec"), scope)
-        types: list[Any] = [(float64, read(2), read(1), read(2))[kind] for _, kind in given]
-        types[count:] = [write(2)] * (len(arrays) - count) + [write(1)] * len(sums)
+        axes = self.sampled
+        types: list[Any] = [
+            (float64, read(2 + axes), read(1 + axes), read(2 + axes))[kind] for _, kind in given
+        ]
+        types[count:] = [write(2 + axes)] * (len(arrays) - count)
+        types += [write(1 + axes)] * len(sums)
         self.kernel = scope["kernel"] = build(scope[name], *types)
         self._call = scope["call"]
 
@@ -155,12 +172,19 @@ class RowLoop(Printed):
         """Return the results, and write the sums."""
         first = operands[0]
         xp, shape = namespace(first), first.shape
+        pairs = zip(operands, self.kinds, strict=True)
+        if self.sampled:
+            each = len(first), shape[-1]
+            given = (
+                np.broadcast_to(x.reshape(-1, each[1]), each) if kind == VECTOR else x
+                for x, kind in pairs
+            )
+            return self._call(xp, sums, *given)
         if len(shape) == 2 and not (self.is_flat and shape[0] > TALL * shape[1]):
             return self._call(xp, sums, *operands)
         n = first.size if self.is_flat else shape[-1]
         count = first.size // n
         forms = {CELL: (count, 1), VECTOR: (n,), ROW: (count, n)}
-        pairs = zip(operands, self.kinds, strict=True)
-        given = [x.reshape(forms[kind]) if kind in forms else x for x, kind in pairs]
+        given = (x.reshape(forms[kind]) if kind in forms else x for x, kind in pairs)
         results = zip(self._call(xp, sums, *given), self.forms, strict=False)
         return [x.reshape(shape if kind == ROW else (*shape[:-1], 1)) for x, kind in results]
