@@ -616,8 +616,10 @@ class PlainKernels:
         if y.size:
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
-                first = over.firsts((rows, columns)).astype(winner.dtype)
-                np.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
+                first: Any = 0
+                if over.padding != (0, 0):
+                    first = to_library(xp, over.firsts((rows, columns)).astype(winner.dtype))
+                np.copyto(winner, first)
             for images, block in _blocks(y, over):
                 np.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])
@@ -891,7 +893,8 @@ def largest(rows: Array) -> Array:
 
 
 def _count(y: Array, over: Any) -> int:
-    return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
+    bytes_each = y.nbytes // max(1, len(y)) * prod(over.kernel)
+    return max(1, min(len(y), PLANES_BYTES // max(1, bytes_each)))
 
 
 def _blocks(y: Array, over: Any) -> Iterator[tuple[slice, Array]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair, windows
+from nnmpi.backend.windows import PairLike, RowsAndColumns, corners, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.function import Function, Grads
@@ -53,6 +53,8 @@ class PoolWindows(NamedTuple):
 
     def positions(self, x: Array) -> Array:
         """Return padded images as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
+        if self.kernel == self.stride:
+            return corners(x, self.kernel)
         return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
 
     def taps(self, x: Array) -> list[Array]:
