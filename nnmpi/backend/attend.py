@@ -273,11 +273,10 @@ class KeyBlock:
 
         The score of a hidden key is -inf.
         """
-        xp = namespace(k)
         gemm(k, q.swapaxes(2, 3), out=out)
         if self.is_diagonal:
             corner = out[:, :, first:]
-            xp.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
+            np.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
         return out
 
     def mark(self, p: Array, block: Block, first: int) -> None:

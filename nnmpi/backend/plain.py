@@ -188,18 +188,17 @@ class PlainKernels:
         return grad * saved
 
     def losses(
-        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
+        self, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
         """Return the losses; or their sum times `share`, 0-d."""
         losses, *slopes = self.rows(LOSSES[form], x, target, delta, blocks=False)
         if share is None:
             return losses, slopes
-        total = xp.sum(losses)
+        total = np.sum(losses)
         return total if share == 1 else total / max(x.size, 1), slopes
 
     def losses_grad(
         self,
-        xp: Any,
         form: Loss,
         grad: Array,
         saved: Any,
@@ -240,10 +239,10 @@ class PlainKernels:
 
     def squares(self, grad: Array, to: Array, dtype: Any) -> None:
         """Add the squares of all elements, in this dtype, to a number on their device."""
-        xp, flat = namespace(grad), grad.reshape(-1)
+        flat = grad.reshape(-1)
         for start in range(0, flat.size, SQUARES):
             part = flat[start : start + SQUARES].astype(dtype, copy=False)
-            xp.add(to, xp.dot(part, part), out=to)
+            np.add(to, np.dot(part, part), out=to)
 
     def track(
         self,
@@ -259,9 +258,7 @@ class PlainKernels:
 
     # ---- activations
 
-    def activate(
-        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
-    ) -> tuple[Array, Any]:
+    def activate(self, form: Activation, x: Array, number: float, keep: bool) -> tuple[Array, Any]:
         """Return an activation of x.
 
         Args:
@@ -272,15 +269,13 @@ class PlainKernels:
             (y,) = self.rows(ACTIVATIONS[form][0], x, number, blocks=False)
             return y, x if form is Activation.LEAKY_RELU else y
         dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
-        rows = xp.reshape(x, (x.size // max(width, 1), width))
+        rows = np.reshape(x, (x.size // max(width, 1), width))
         if is_low(dtype):  # of a device without its kernels
             rows = self.cast(rows, FLOAT32)
         results = [self.cast(item, dtype) for item in self.rows(SMOOTH[form], rows, keep)]
         return results[0].reshape(x.shape), results[-1]
 
-    def activate_grad(
-        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
-    ) -> Array:
+    def activate_grad(self, form: Activation, grad: Array, saved: Any, number: float) -> Array:
         """Return the gradient of x."""
         if form in ACTIVATIONS:
             return self.rows(ACTIVATIONS[form][1], grad, saved, number, blocks=False)[0]
@@ -340,17 +335,17 @@ class PlainKernels:
             new_c, new_h: (n, features), out.
         """
         g, product, bias, c, new_c, new_h = arrays
-        xp, gates, memory = namespace(g), _pieces(g, 4), _pieces(product, 4)
+        gates, memory = _pieces(g, 4), _pieces(product, 4)
         product += g
         product += bias
-        xp.tanh(_side_by_side(product, 4), out=gates)
-        i, f, o = xp.add(gates[:3], 1, out=memory[:3])  # twice the sigmoids
+        np.tanh(_side_by_side(product, 4), out=gates)
+        i, f, o = np.add(gates[:3], 1, out=memory[:3])  # twice the sigmoids
         i *= gates[3]
-        xp.multiply(f, c, out=new_c)
+        np.multiply(f, c, out=new_c)
         new_c += i
         new_c *= 0.5
-        o *= xp.tanh(new_c, out=f)
-        xp.multiply(o, 0.5, out=new_h)
+        o *= np.tanh(new_c, out=f)
+        np.multiply(o, 0.5, out=new_h)
 
     def lstm_step_grad(self, *arrays: Array) -> None:
         """Compute the gradients of a step's gates, before its product.
@@ -399,21 +394,21 @@ class PlainKernels:
             h, new_h: (n, features), before the step, and out: after it.
         """
         g, product, bias, bias_n, inner, h, new_h = arrays
-        xp, gates, sums = namespace(g), _pieces(g, 3), _side_by_side(product, 3)
+        gates, sums = _pieces(g, 3), _side_by_side(product, 3)
         r, z, new = gates
-        xp.add(sums[2], bias_n, out=inner)
+        np.add(sums[2], bias_n, out=inner)
         sums[2] = 0
         product += g
         product += bias
-        xp.tanh(sums[:2], out=gates[:2])
-        xp.add(r, 1, out=new_h)
+        np.tanh(sums[:2], out=gates[:2])
+        np.add(r, 1, out=new_h)
         new_h *= inner
         new_h *= 0.5
         new_h += sums[2]
-        xp.tanh(new_h, out=new)
-        change = xp.subtract(h, new, out=_pieces(product, 3)[0])
+        np.tanh(new_h, out=new)
+        change = np.subtract(h, new, out=_pieces(product, 3)[0])
         change *= 0.5
-        xp.add(z, 1, out=new_h)
+        np.add(z, 1, out=new_h)
         new_h *= change
         new_h += new
 
@@ -481,15 +476,15 @@ class PlainKernels:
         gemm(q, k.swapaxes(2, 3), out=scores)
         scores *= 1 / sqrt(q.shape[3])
         scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
-        gemm(self.cast(self.softmax(xp, scores, 3), q.dtype), v, out=y)
+        gemm(self.cast(self.softmax(scores, 3), q.dtype), v, out=y)
 
     # ---- rows
 
-    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
+    def softmax(self, x: Array, axis: int) -> Array:
         """Return e^x / sum(e^x) along an axis."""
         return self.along(_softmax, axis, x)
 
-    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
+    def softmax_grad(self, grad: Array, y: Array, axis: int) -> Array:
         """Return the gradient."""
         return self.along(_softmax_grad, axis, grad, y)
 
@@ -504,12 +499,13 @@ class PlainKernels:
         return np.ascontiguousarray(np.moveaxis(y, -1, axis), like=y)
 
     def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+        self, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
     ) -> tuple[Array, Residuals]:
         """Return the loss of each row; saved are e^(logit - largest) and their sums.
 
         Blocks of rows are computed one by one, each while it is in the cache.
         """
+        xp = namespace(logits)
         (count, classes), used = logits.shape, None
         if ignore_index is not None:
             used = labels != ignore_index
@@ -529,7 +525,7 @@ class PlainKernels:
         return losses, (powers, sums, targets, used)
 
     def softmax_loss_grad(
-        self, xp: Any, grad: Array, saved: Residuals, ignore_index: int | None, smoothing: float
+        self, grad: Array, saved: Residuals, ignore_index: int | None, smoothing: float
     ) -> Array:
         """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,)."""
         powers, sums, targets, used = saved
@@ -537,14 +533,14 @@ class PlainKernels:
         hit = grad
         if smoothing:
             hit = grad * (1 - smoothing)
-            xp.subtract(result, (grad * (smoothing / powers.shape[1]))[:, None], out=result)
-        xp.put(result, targets, _take(result, targets) - hit)
+            np.subtract(result, (grad * (smoothing / powers.shape[1]))[:, None], out=result)
+        np.put(result, targets, _take(result, targets) - hit)
         if used is not None:
-            xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
+            np.copyto(result, 0, where=np.logical_not(used)[:, None])
         return result
 
     def layer_norm(
-        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
+        self, x: Array, eps: float, scale: Array, shift: Array | None = None
     ) -> tuple[Array, Residuals]:
         """Return x normalized over the scale's axes, times the scale plus the shift.
 
@@ -559,9 +555,10 @@ class PlainKernels:
         return y, (*kept, *saved, vectors[0])
 
     def layer_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+        self, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """Return the gradient of x, and write those of scale and shift; each if it is needed."""
+        xp = namespace(grad)
         (kept, inverse, *means, scale), learns = saved, any(needs[1:])
         sums = [
             x.reshape(scale.size) if need else xp.empty(scale.shape, scale.dtype)
@@ -717,7 +714,7 @@ class PlainKernels:
         variance /= local
         mean += offset
 
-    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+    def normalize(self, moments: Residuals, scale: Array, shift: Array) -> Array:
         """Return (x - mean) / sqrt(variance + eps) * scale + shift.
 
         Args:
@@ -742,7 +739,6 @@ class PlainKernels:
 
     def norm_grad(
         self,
-        xp: Any,
         grad: Array,
         moments: Residuals,
         scale: Array,
@@ -799,7 +795,7 @@ class PlainKernels:
             fold(sums, out)
 
     def group_norm(
-        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
+        self, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         """Return images normalized over groups of `count` channels; saved second are the inverse
         deviations.
@@ -807,6 +803,7 @@ class PlainKernels:
         Sums over pixels are products with ones, a number for each channel; a group's channels are
         then added.
         """
+        xp = namespace(x)
         if not x.size:  # also without channels, of a shard
             return xp.empty(x.shape, x.dtype), (x, x, scale, 0, count)
         n, channels, pixels = len(x), scale.size, prod(x.shape[1:-1])
@@ -826,7 +823,7 @@ class PlainKernels:
         return y, (*saved, scale, pixels, count)
 
     def group_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+        self, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """Return the gradient of x if it is needed, and write those of scale and shift."""
         away, inverse, scale, pixels, count = saved
@@ -846,7 +843,7 @@ class PlainKernels:
             moved = away * wide_for(slope * inverse, away) + wide_for(center, away)
             return sums, products, grad * wide_for(inverse * scale, away) - moved
 
-        sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
+        sums, products, *to_x = in_blocks(derive, np.reshape(grad, away.shape), away, inverse)
         for item, target in zip((products, sums), targets, strict=True):
             row_sum(item, out=target)
         return to_x[0] if needs[0] else None

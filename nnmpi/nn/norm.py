@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from math import prod
 
+import numpy as np
+
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
@@ -113,10 +115,10 @@ class BatchNorm(Module):
         else:
             # a count on the device, which the host does not wait for: so an empty batch is
             # replaced by the running statistics, which then stay unchanged
-            xp, some = namespace(count), count > 0
-            factor = count / xp.maximum(count - 1, 1)
-            mean = xp.where(some, mean, self.running_mean._data)
-            unbiased = xp.where(
+            some = count > 0
+            factor = count / np.maximum(count - 1, 1)
+            mean = np.where(some, mean, self.running_mean._data)
+            unbiased = np.where(
                 some, variance * factor.astype(variance.dtype), self.running_variance._data
             )
         (self.observe or self.update_running)(mean, unbiased)

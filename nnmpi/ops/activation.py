@@ -90,13 +90,13 @@ class SoftmaxFunction(Function):
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
-        y: Array = kernels.softmax(self.xp, x, self.axis)
+        y: Array = kernels.softmax(x, self.axis)
         self.saved = (y, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         y, kernels = self.saved
-        return (kernels.softmax_grad(self.xp, grad, y, self.axis),)
+        return (kernels.softmax_grad(grad, y, self.axis),)
 
 
 def _log_softmax(x: Array) -> tuple[Array]:

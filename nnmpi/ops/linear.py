@@ -3,6 +3,8 @@
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import cast, kernels_of
@@ -61,11 +63,10 @@ class LinearFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         rows, weight, shape, kernels, dtypes = self.saved
-        xp = self.xp
         if dtypes is not None:
             grad = cast(grad, rows.dtype)
         if len(shape) != 2:
-            grad = xp.reshape(grad, (len(rows), grad.shape[-1]))
+            grad = np.reshape(grad, (len(rows), grad.shape[-1]))
         if dtypes is not None:
             grad = in_rows(grad)
         to_x = to_weight = to_bias = None

@@ -61,28 +61,27 @@ class CrossEntropy(OfLabels):
         return kernels_of(logits)
 
     def forward(self, logits: Array, labels: Array) -> Array:
-        xp, classes = self.xp, logits.shape[-1]
-        rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
-        labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
+        classes = logits.shape[-1]
+        rows = logits if logits.ndim == 2 else np.reshape(logits, (labels.size, classes))
+        labels = labels if labels.ndim == 1 else np.reshape(labels, (labels.size,))
         kernels, settings = self.kernels(logits), (self.ignore_index, self.smoothing)
-        losses, residuals = kernels.softmax_loss(xp, rows, labels, *settings)
+        losses, residuals = kernels.softmax_loss(rows, labels, *settings)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = labels != self.ignore_index
-            count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
+            count = np.maximum(np.add.reduce(used, axis=0, dtype=losses.dtype), 1)
         self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
-        return _averaged(xp.add.reduce(losses, axis=0), count, self.reduction)
+        return _averaged(np.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
         residuals, shape, kernels, count = self.saved
-        xp = self.xp
         grad = _averaged(grad, count, self.reduction)
         # (1,) for all rows, or (rows,)
-        share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
+        share = np.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
         settings = self.ignore_index, self.smoothing
-        to_rows = kernels.softmax_loss_grad(xp, share, residuals, *settings)  # (rows, classes)
+        to_rows = kernels.softmax_loss_grad(share, residuals, *settings)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
 
@@ -114,13 +113,13 @@ class ElementwiseLoss(Reduced):
         if self.reduction == "mean":
             share = 1 / max(x.size, 1)
         taken = None if self.reduction == "none" else share
-        y, saved = kernels.losses(self.xp, self.form, x, target, self.delta, taken)
+        y, saved = kernels.losses(self.form, x, target, self.delta, taken)
         self.saved = (saved, share, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         saved, share, kernels = self.saved
-        return kernels.losses_grad(self.xp, self.form, grad, saved, self.needs, self.delta, share)
+        return kernels.losses_grad(self.form, grad, saved, self.needs, self.delta, share)
 
 
 def cross_entropy(

@@ -70,7 +70,7 @@ class Norm(Function):
     @_quiet
     def forward(self, x: Array, *parameters: Array) -> Array:
         kernels = kernels_of(x)
-        y, saved = self.pair(kernels)[0](self.xp, x, *self.settings, *parameters)
+        y, saved = self.pair(kernels)[0](x, *self.settings, *parameters)
         y, self.saved = y.reshape(x.shape), (kernels, parameters[0], saved)
         if isinstance(saved[1], np.ndarray):
             call(self._repeat, (saved[1], x, *parameters), (y,))
@@ -80,7 +80,7 @@ class Norm(Function):
     def backward(self, grad: Array) -> Grads:
         (kernels, scale, saved), indices = self.saved, range(1, len(self.needs))[:2]
         targets = [place_for(self, i, scale.shape, scale.dtype) for i in indices]
-        to_x = self.pair(kernels)[1](self.xp, grad, saved, self.needs, *targets)
+        to_x = self.pair(kernels)[1](grad, saved, self.needs, *targets)
         grads = (None if to_x is None else to_x.reshape(grad.shape), *targets)
         if isinstance(saved[1], np.ndarray):
             call(self._repeat_backward, (grad,), grads)
@@ -127,7 +127,8 @@ class BatchNormFunction(Norm):
         """See `Norm.pair`."""
         return self._normalize, self._derive
 
-    def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
+    def _normalize(self, x: Array, *values: Any) -> tuple[Array, Residuals]:
+        xp = namespace(x)
         kernels, (eps, all_reduce, observe, scale, shift) = kernels_of(x), values
         kept, offset, variance, mean = kernels.batch_moments(x, scale.size)
         count: Count = x.size // scale.size
@@ -141,19 +142,19 @@ class BatchNormFunction(Norm):
             call(_report, given, () if all_reduce is None else None)
         self.statistics = mean, variance, count
         moments = kept, offset, variance, eps
-        return kernels.normalize(xp, moments, scale, shift), (moments, variance, divisor)
+        return kernels.normalize(moments, scale, shift), (moments, variance, divisor)
 
-    def _derive(self, xp: Any, grad: Array, *values: Any) -> Array | None:
+    def _derive(self, grad: Array, *values: Any) -> Array | None:
         (kernels, scale, _), ((moments, _, divisor), needs, to_scale, to_shift) = self.saved, values
         given, sums = kernels.contiguous(grad).reshape(moments[0].shape), (to_shift, to_scale)
         kernels.norm_sums(given, moments, sums)
         if not needs[0]:
             return None
         if is_array(divisor):
-            both = xp.concatenate(sums)
+            both = np.concatenate(sums)
             call(_average, (self.settings[1], both, divisor))
             sums, divisor = (both[: scale.size], both[scale.size :]), 1
-        return kernels.norm_grad(xp, given, moments, scale, sums, divisor)
+        return kernels.norm_grad(given, moments, scale, sums, divisor)
 
 
 def _report(observe: Observe, mean: Array, variance: Array, count: Count) -> None:
@@ -195,10 +196,10 @@ class FixedNormFunction(BatchNormFunction, Elementwise):
         refuse_parts(self, *inputs[1:], why="needs a whole scale and shift")
         return Elementwise.placed(self, *inputs)
 
-    def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
+    def _normalize(self, x: Array, *values: Any) -> tuple[Array, Residuals]:
         kernels, (eps, scale, shift, mean, variance) = kernels_of(x), values
         moments = kernels.channel_rows(x, scale.size), mean, variance, eps, True
-        return kernels.normalize(xp, moments, scale, shift), (moments, None, inf)
+        return kernels.normalize(moments, scale, shift), (moments, None, inf)
 
 
 class LayerNormFunction(Norm):

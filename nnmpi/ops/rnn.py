@@ -8,6 +8,8 @@ W and R.
 
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.base.errors import UsageError
@@ -61,9 +63,9 @@ class RNNFunction(RecurrentFunction):
 
     def backward(self, grad: Array) -> Grads:
         inputs, weight, recurrent, hidden = self.saved
-        xp, (batch, time, _) = namespace(grad), grad.shape
+        (batch, time, _) = grad.shape
         packing = Packing((batch,) * time)
-        to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(grad.copy())
+        to_h, to_sums = np.zeros_like(hidden.first), packing.pack(grad.copy())
         times = multiplier(recurrent.T)
         for here, _, _ in reversed(list(steps(packing.sizes, False))):
             y, slopes = hidden.after[here], to_sums[here]

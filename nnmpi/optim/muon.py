@@ -25,6 +25,8 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import LayoutError, UsageError, number
@@ -56,9 +58,9 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
         matrix: (rows, columns).
         steps: each x <- a x + (b x x' + c (x x')^2) x.
     """
-    xp, (a, b, c) = namespace(matrix), COEFFICIENTS
+    (a, b, c) = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / xp.maximum(xp.sqrt((matrix * matrix).sum()), LEAST_NORM)
+    x = x / np.maximum(np.sqrt((matrix * matrix).sum()), LEAST_NORM)
     for _ in range(steps):
         square = x @ x.T
         x = a * x + (b * square + c * (square @ square)) @ x

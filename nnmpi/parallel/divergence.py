@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from nnmpi.backend.array import Array, namespace
+import numpy as np
+
+from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import precision
 from nnmpi.base.errors import DivergenceError
@@ -20,8 +22,7 @@ from nnmpi.tensor.tensor import Tensor
 
 def finite(array: Array) -> bool:
     """Return whether all elements are finite."""
-    xp = namespace(array)
-    return bool(xp.isfinite(to_float32(array)).all())
+    return bool(np.isfinite(to_float32(array)).all())
 
 
 def explain(

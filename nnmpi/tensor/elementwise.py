@@ -139,13 +139,13 @@ class ActivationFunction(Elementwise):
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
-        y, saved = kernels.activate(self.xp, self.form, x, self.slope, self.needs[0])
+        y, saved = kernels.activate(self.form, x, self.slope, self.needs[0])
         self.saved = (saved, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         saved, kernels = self.saved
-        return (kernels.activate_grad(self.xp, self.form, grad, saved, self.slope),)
+        return (kernels.activate_grad(self.form, grad, saved, self.slope),)
 
 
 def activated(form: Activation, x: Any, slope: float = 0.0) -> Any:

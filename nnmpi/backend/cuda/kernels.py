@@ -334,13 +334,12 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         numbers = (float(scale), rows, shape[-1], queries, int(causal))
         self.over_rows(name, rows, shape[-1], *arrays, *numbers)
 
-    def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, *settings: Any
-    ) -> tuple[Array, Residuals]:
+    def softmax_loss(self, logits: Array, labels: Array, *settings: Any) -> tuple[Array, Residuals]:
         """Compute losses, in float32 or more, in one pass over the logits.
 
         A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
+        xp = namespace(logits)
         ignore_index, smoothing = settings
         (logits, lead), labels = _in_rows(xp, logits), self.contiguous(labels)
         wide, count = _accumulated(logits), len(logits)
@@ -354,12 +353,13 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         )
         return losses, (logits, labels, powers)
 
-    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
+    def softmax_loss_grad(self, grad: Array, saved: Residuals, *settings: Any) -> Array:
         """Return the gradient of the logits, whose rows lie as theirs do.
 
         It is computed again from the logits, because a gradient in float32 takes twice the memory
         of bfloat16's logits, and scaling and rounding it later two more passes.
         """
+        xp = namespace(grad)
         ignore_index, smoothing = settings
         logits, labels, powers = saved
         (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
@@ -398,7 +398,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
             self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
         return offset, variance, mean
 
-    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+    def normalize(self, moments: Residuals, scale: Array, shift: Array) -> Array:
         """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
         return self.rows(_normalize, *_deviations(moments), scale, shift)[0]
 
@@ -420,7 +420,6 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
 
     def norm_grad(
         self,
-        xp: Any,
         grad: Array,
         moments: Residuals,
         scale: Array,
@@ -446,18 +445,19 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         return self.contiguous(x).reshape(count, rows, channels)
 
     def group_norm(
-        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
+        self, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         images = self.samples(x, len(x), scale.size)
         moments, scale = (
             (images, *self.moments(images, count)[:2], eps),
             self.contiguous(scale),
         )
-        return self.normalize(xp, moments, scale, shift), (moments, scale, count)
+        return self.normalize(moments, scale, shift), (moments, scale, count)
 
     def group_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+        self, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
+        xp = namespace(grad)
         moments, scale, count = saved
         images = moments[0]
         grad = self.contiguous(grad).reshape(images.shape)
@@ -470,7 +470,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         if not needs[0]:
             return None
         means = self.group_sums(xp, sums, scale, count, images)
-        return self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
+        return self.norm_grad(grad, moments, scale, means, images.shape[1], True)
 
     # ---- tables and labels
 

@@ -186,12 +186,11 @@ class NumbaKernels(PrintedKernels):
 
     # ---- cross-entropy, with a loop of its own: a row's label is one of its elements
 
-    def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, *settings: Any
-    ) -> tuple[Array, Residuals]:
+    def softmax_loss(self, logits: Array, labels: Array, *settings: Any) -> tuple[Array, Residuals]:
         """See `PlainKernels.softmax_loss`; the gradients are saved, unless it is computed there."""
+        xp = namespace(logits)
         if settings != (None, 0):
-            return super().softmax_loss(xp, logits, labels, *settings)
+            return super().softmax_loss(logits, labels, *settings)
         logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
         losses, gradients = (
             xp.empty((len(logits),), logits.dtype),
@@ -201,10 +200,10 @@ class NumbaKernels(PrintedKernels):
         call(loop("softmax_loss"), (logits, labels), (losses, gradients))
         return losses, (gradients,)
 
-    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
+    def softmax_loss_grad(self, grad: Array, saved: Residuals, *settings: Any) -> Array:
         if settings != (None, 0):
-            return super().softmax_loss_grad(xp, grad, saved, *settings)
-        return saved[0] * xp.reshape(grad, (grad.size, 1))
+            return super().softmax_loss_grad(grad, saved, *settings)
+        return saved[0] * np.reshape(grad, (grad.size, 1))
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 
@@ -230,11 +229,12 @@ class NumbaKernels(PrintedKernels):
     # ---- group normalization, by blocks of images: each while it is in the cache
 
     def group_norm(
-        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
+        self, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         """See `PlainKernels.group_norm`; x itself is saved, and the means."""
+        xp = namespace(x)
         if x.dtype != FLOAT32 or x.size < FEW:
-            return super().group_norm(xp, x, eps, count, scale, shift)
+            return super().group_norm(x, eps, count, scale, shift)
         shape, images = (len(x), scale.size), _images(x, scale.size)
         means, inverse, sums = (xp.empty(shape, FLOAT32) for _ in range(3))
         y, pixels = xp.empty(images.shape, FLOAT32), x[0].size // scale.size
@@ -249,11 +249,12 @@ class NumbaKernels(PrintedKernels):
         return y, (images, inverse, scale, pixels, count, means)
 
     def group_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+        self, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """See `PlainKernels.group_norm_grad`."""
+        xp = namespace(grad)
         if grad.dtype != FLOAT32 or grad.size < FEW:
-            return super().group_norm_grad(xp, grad, saved, needs, *targets)
+            return super().group_norm_grad(grad, saved, needs, *targets)
         images, inverse, scale, pixels, count, means = saved
         sums, products = (xp.empty(means.shape, FLOAT32) for _ in range(2))
         given = xp.ascontiguousarray(grad).reshape(images.shape)

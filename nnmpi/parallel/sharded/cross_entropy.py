@@ -34,10 +34,9 @@ class PartSoftmax:
     def __init__(self, group: Group, classes: int) -> None:
         self.group, self.classes = group, classes
 
-    def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, *settings: Any
-    ) -> tuple[Array, Residuals]:
+    def softmax_loss(self, logits: Array, labels: Array, *settings: Any) -> tuple[Array, Residuals]:
         """Return each row's loss, and what is saved: probabilities, and this rank's labels."""
+        xp = namespace(logits)
         ignore_index, smoothing = settings
         classes = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
@@ -60,9 +59,7 @@ class PartSoftmax:
         powers /= sums[:, None]
         return losses, (powers, rows, columns, saved)
 
-    def softmax_loss_grad(
-        self, xp: Any, share: Array, residuals: Residuals, *settings: Any
-    ) -> Array:
+    def softmax_loss_grad(self, share: Array, residuals: Residuals, *settings: Any) -> Array:
         """Return the gradient of this rank's logits."""
         _, smoothing = settings
         probabilities, rows, columns, saved = residuals
