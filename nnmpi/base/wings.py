@@ -26,6 +26,7 @@ OFFERS = {
     "as_text": "lab.render.notebook:draw",
     "choose_layout": "lab.planner.auto_layout:choose",
     "exercise": "teaching.exercise",
+    "foresee_layout": "lab.planner.auto_layout:foresee",
     "find_launcher": "lab.launching:find_launcher",
     "read_program": "lab.msccl:read_program",
     "to_onnx": "lab.onnx.export:to_onnx",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -43,7 +43,7 @@ from nnmpi.base.errors import (
     raised_as,
     shortened,
 )
-from nnmpi.base.files import locked, read_json, write_json
+from nnmpi.base.files import cache_folder, locked, read_json, write_json
 from nnmpi.base.units import format_duration
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
@@ -495,6 +495,9 @@ def begin(
             chosen = offered("choose_layout")(config, group, backend, console.say)
             config = chosen.config
         run = set_up(config, group, backend, folder, last, console.say, stack)
+        if chosen is None and group.size > 1 and on_root(group, _has_plans):
+            sets = run.inputs.train, run.inputs.test
+            chosen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
         facts, settled = header(run), run.settled()
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
@@ -542,6 +545,13 @@ def begin(
             if chosen is not None:
                 console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
             console.say(f"curves: nnmpi report {quote(str(folder.path))}")
+
+
+def _has_plans() -> bool:
+    """Whether the lab is there and has measured a model's parts: then a layout may have a price."""
+    with suppress(UsageError, OSError):
+        return any(cache_folder().glob("profile-*.json")) and callable(offered("foresee_layout"))
+    return False
 
 
 def _check_callback(name: Custom | None, callback: Callable[..., object] | None) -> None:

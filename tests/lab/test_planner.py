@@ -498,6 +498,37 @@ def test_a_run_goes_with_the_layout_that_was_chosen(
     assert saved["layout"] == "given"
 
 
+def test_a_given_layout_has_a_price_if_its_parts_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that no price knows have none, and nothing is measured for a run."""
+    monkeypatch.setattr(profile, "BUSY", 2.0)
+    priced = {
+        "--dp 2 --zero 1": True,
+        "--pp 2 --pipeline zb-v --microbatches 4": True,
+        "--tp 2 --activation-memory least": True,
+        "--pp 2 --pipeline pipedream": False,
+        "--pp 2 --split 2,2": False,
+        "--dp 2 --microbatches 2": False,
+    }
+
+    def has_price(words: str) -> bool:
+        out = tmp_path / f"run{len(words)}"
+
+        def train(group: Group) -> None:
+            main([*SMALL, *words.split(), "--jit", "off", "--out", str(out)], group)
+
+        simulate(train, 2)
+        console = (out / "console.txt").read_text()
+        assert ("plan: a step" in console) == ("step predicted" in console)
+        return "plan: a step" in console
+
+    assert not has_price("")
+    simulate(lambda group: plan.main([*SMALL[:-3], "--jit", "off"], group), 2)
+    monkeypatch.setattr(profile, "measure", None)
+    assert {words: has_price(words) for words in priced} == priced
+
+
 def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
     ran: list[Any] = []
@@ -564,6 +595,11 @@ def test_a_step_is_compared_with_its_prediction() -> None:
     assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
     assert "too few steps" in chosen.compare(20, [])[0]
     assert ["most of it" in chosen.compare(size, records)[0] for size in (23, 24)] == [False, True]
+    short: Any = ChosenLayout(assemble({}), (), LayoutPrice(2e-4, 0.0, 0.0, 0.0))
+    assert short.compare(1, [{"kind": "train", "samples_per_second": 2000.0}]) == [
+        "step predicted 200 us, measured 500 us (-60 %); between steps as short as this a run looks"
+        " after itself"
+    ]
     slow = {"compute_s": 0.08, "wait_s": 0.02, "sync_s": 0.1, "input_s": 0.0}
     assert chosen.compare(40, [record | slow for record in records]) == [
         "step predicted 100 ms, measured 200 ms (-50 %); most of it in synchronization, predicted"

@@ -765,7 +765,7 @@ FAULTS = (
     Fault(
         "graph: a gradient is clipped by the norm's square",
         "nnmpi/optim/clip.py",
-        "norm = xp.sqrt(squares)",
+        "norm = np.sqrt(squares)",
         "norm = squares",
         "tests/gpu/test_graphs.py -k clipping",
         "lazy",

@@ -17,24 +17,40 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.backend.backend import Backend
+from nnmpi.base.command import non_defaults
 from nnmpi.base.errors import counted
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import AXES
+from nnmpi.comm.saved_fit import find_fit
 from nnmpi.compose.stats import PARTS
-from nnmpi.lab.planner.network import Say, find_network
-from nnmpi.lab.planner.price import LayoutPrice, plan
-from nnmpi.lab.planner.profile import Workload, find_profile, time_layout
+from nnmpi.data.dataset import Samples
+from nnmpi.lab.planner.network import QUICK, Say, find_network
+from nnmpi.lab.planner.price import PIPELINES, Candidate, LayoutPrice, plan
+from nnmpi.lab.planner.profile import Workload, find_profile, kept_profile, time_layout
 from nnmpi.train import computing as host
 from nnmpi.train.build import build_full_model
 from nnmpi.train.computing import choose_computing, multiplications
 from nnmpi.train.config import Config
+from nnmpi.train.derived import count_microbatches, find_layout
 from nnmpi.train.inputs import load_samples
 
 RACE_S = 0.6  # seconds per layout and round
 RACERS = 4  # layouts of different kinds
 RACE_ROUNDS = 2
 FAR_OFF = 0.15  # of a step's time
+SHORT_S = 1e-3  # of an MLP's 230 us, a run's own work and the waits for it were 170 us more
+# Options that a price knows
+PRICED = {
+    "layout",
+    *AXES,
+    "zero",
+    "pipeline",
+    "virtual_stages",
+    "microbatches",
+    "activation_memory",
+}
 MENDS = {
     "compute_s": "nnmpi plan --again measures the model anew",
     "wait_s": "nnmpi plan --again measures the stages anew",
@@ -75,6 +91,8 @@ class ChosenLayout:
         line = f"{predicted}, measured {format_seconds(measured_s, 3)} ({round(100 * error):+d} %)"
         if abs(error) <= FAR_OFF:
             return [line]
+        if measured_s < SHORT_S:
+            return [f"{line}; between steps as short as this a run looks after itself"]
         price = self.price
         expected = {
             "compute_s": price.computing_s + price.update_s,
@@ -119,6 +137,53 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
         with host.computing(config):
             result = _search(Workload(config, samples), group, backend, say)
     return replace(result, lines=(*result.lines, *filter(None, [kernels])))
+
+
+def foresee(
+    config: Config, samples: tuple[Samples, Samples], group: Group, backend: Backend, say: Say
+) -> ChosenLayout | None:
+    """Return the price of a layout that is given, of parts that were measured before. Collective.
+
+    None without a kept profile or fit, and for options that have no price.
+
+    Args:
+        config, group, backend, say: as for `choose`; with a layout.
+        samples: the training and the test set.
+    """
+    workload, given = Workload(config, samples), non_defaults(config.parallel)
+    profile, _ = kept_profile(workload, group, group.size, backend, say)
+    layout, mesh = find_layout(config, group)
+    parts = count_microbatches(config, mesh.pp, workload.batch_size)
+    pipelined: dict[str, Any] = {
+        "pipeline": layout.pipeline,
+        "virtual_stages": layout.stages_per_rank,
+    }
+    if (
+        profile is None
+        or find_fit(group, QUICK) is None
+        or mesh.shape[2:] not in profile.shares
+        or given.keys() - PRICED
+        or non_defaults(config.sync)
+        or layout.activation_memory not in (None, "least")
+        or (layout.pipeline not in dict(PIPELINES) if mesh.pp > 1 else parts > 1)
+    ):
+        return None
+    candidate = Candidate(
+        *mesh.shape,
+        zero=layout.zero,
+        microbatches=parts,
+        recompute=layout.activation_memory is not None,
+        **pipelined if mesh.pp > 1 else {},
+    )
+    network = find_network(group, say, group.size)
+    price = LayoutPrice(
+        **on_root(group, lambda: vars(workload.pricer(profile, network, backend).price(candidate)))
+    )
+    line = (
+        f"plan: a step is predicted to take {format_seconds(price.seconds, 3)}; computing measured"
+        f" on {profile.date}; messages {network.name}"
+    )
+    return ChosenLayout(config, (line,), price)
 
 
 def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:

@@ -173,18 +173,12 @@ class Workload:
 # ---- the cache ----
 
 
-def find_profile(
-    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say, again: bool = False
-) -> tuple[Profile, Callable[[Profile], None]]:
-    """Return a workload's kept or measured profile, and a function to keep one. Collective.
+def kept_profile(
+    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
+) -> tuple[Profile | None, Callable[[Profile], None]]:
+    """Return a workload's kept profile, if there is one, and a function to keep one. Collective.
 
-    Args:
-        workload: to measure.
-        group: the ranks that measure.
-        ranks: the planned number of ranks.
-        backend: of this rank.
-        say: called with a sentence before measuring, and if the profile is not kept.
-        again: measure even if a profile was kept.
+    Same arguments as `find_profile`.
     """
     key = workload.key(group, ranks, backend)
     digest = hashlib.blake2b(json_text(key, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -207,10 +201,26 @@ def find_profile(
         except (OSError, UsageError) as error:  # such as no home folder: measured in each run
             say(f"the profile cannot be kept: {error}")
 
-    saved = None if again else on_root(group, load)
-    kept = None if saved is None else rebuilt(Profile, saved)
-    why = "" if kept is None else _why_stale(kept, workload, group, backend)
-    if kept is not None and not why:
+    saved = on_root(group, load)
+    return None if saved is None else rebuilt(Profile, saved), store
+
+
+def find_profile(
+    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say, again: bool = False
+) -> tuple[Profile, Callable[[Profile], None]]:
+    """Return a workload's kept or measured profile, and a function to keep one. Collective.
+
+    Args:
+        workload: to measure.
+        group: the ranks that measure.
+        ranks: the planned number of ranks.
+        backend: of this rank.
+        say: called with a sentence before measuring, and if the profile is not kept.
+        again: measure even if a profile was kept.
+    """
+    kept, store = kept_profile(workload, group, ranks, backend, say)
+    why = "" if kept is None or again else _why_stale(kept, workload, group, backend)
+    if kept is not None and not (why or again):
         return kept, store
     say(f"{why}measuring the model's parts, which is done once and kept")
     with explain_errors(
