@@ -809,18 +809,20 @@ class PlainKernels:
         n, channels, pixels = len(x), scale.size, prod(x.shape[1:-1])
         repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
 
-        def normalize(images: Array) -> tuple[Array, ...]:
-            means = group_means(_image_sums(images, channels), pixels, count)
-            away = images - wide_for(means, images)
-            squares = _image_sums(away * away, channels)
-            inverse = inverse_root(group_means(squares, pixels, count), eps)
-            inverse = inverse.astype(x.dtype)
-            y = away * wide_for(inverse * scale, images)
-            return y + wide_for(shift, images), away, inverse
-
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
-        y, *saved = in_blocks(normalize, images)
-        return y, (*saved, scale, pixels, count)
+        y, away = (xp.empty(images.shape, x.dtype) for _ in range(2))
+        inverse = xp.empty((n, channels), x.dtype)
+
+        def normalize(images: Array, y: Array, away: Array, inverse: Array) -> None:
+            means = group_means(_image_sums(images, channels), pixels, count)
+            np.subtract(images, wide_for(means, images), out=away)
+            squares = _image_sums(np.multiply(away, away, out=y), channels)
+            inverse[...] = inverse_root(group_means(squares, pixels, count), eps)
+            np.multiply(away, wide_for(inverse * scale, images), out=y)
+            y += wide_for(shift, images)
+
+        in_blocks(normalize, images, y, away, inverse)
+        return y, (away, inverse, scale, pixels, count)
 
     def group_norm_grad(
         self, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
@@ -832,21 +834,27 @@ class PlainKernels:
                 target[...] = 0
             return grad
 
-        def derive(grad: Array, away: Array, inverse: Array) -> tuple[Array, ...]:
-            sums = _image_sums(grad, scale.size).astype(grad.dtype)
-            products = (_image_sums(grad * away, scale.size) * inverse).astype(grad.dtype)
-            if not needs[0]:
-                return sums, products
-            center, slope = (
-                group_means(item * scale, pixels, count) * inverse for item in (sums, products)
-            )
-            moved = away * wide_for(slope * inverse, away) + wide_for(center, away)
-            return sums, products, grad * wide_for(inverse * scale, away) - moved
+        sums, products = (np.empty_like(inverse) for _ in range(2))
+        to_x = [np.empty_like(away)] if needs[0] else []
 
-        sums, products, *to_x = in_blocks(derive, np.reshape(grad, away.shape), away, inverse)
+        def derive(
+            grad: Array, away: Array, inverse: Array, sums: Array, products: Array, *to_x: Array
+        ) -> None:
+            sums[...] = _image_sums(grad, scale.size)
+            weighted = np.multiply(grad, away, *to_x)
+            products[...] = _image_sums(weighted, scale.size) * inverse
+            for out in to_x:
+                center, slope = (
+                    group_means(item * scale, pixels, count) * inverse for item in (sums, products)
+                )
+                np.multiply(grad, wide_for(inverse * scale, away), out=out)
+                out -= away * wide_for(slope * inverse, away) + wide_for(center, away)
+
+        given = np.reshape(grad, away.shape)
+        in_blocks(derive, given, away, inverse, sums, products, *to_x)
         for item, target in zip((products, sums), targets, strict=True):
             row_sum(item, out=target)
-        return to_x[0] if needs[0] else None
+        return to_x[0] if to_x else None
 
 
 def _side_by_side(rows: Array, count: int) -> Array:

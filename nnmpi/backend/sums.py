@@ -99,7 +99,7 @@ def repeated(values: Array, pixels: int) -> Array:
     return result.reshape(result.size)
 
 
-def in_blocks(function: Callable[..., tuple[Array, ...]], *operands: Any) -> tuple[Array, ...]:
+def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]:
     """Return function(*operands), which works row by row, computed while a block is in the cache.
 
     A recording notes the calls on all rows; its pass over them makes the blocks (`program.tile`).

@@ -81,11 +81,8 @@ class Conv2d(Module):
                 )
             padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
         self.padding = pair("padding", padding, 0)
-        terms = rows * columns * in_channels // groups
-        self.weight = Parameter(
-            (rows, columns, in_channels // groups, out_channels), init or fan_in(terms)
-        )
-        self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
+        shape = rows, columns, in_channels // groups, out_channels
+        self.weight, self.bias = _parameters(shape, out_channels if bias else 0, init)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Any, Any, int]:
         """Return the arguments of `ops.conv2d`."""
@@ -154,9 +151,8 @@ class Conv3d(Module):
             triple("dilation", dilation, 1),
             groups,
         )
-        terms = prod(kernel) * in_channels // groups
-        self.weight = Parameter((*kernel, in_channels // groups, out_channels), fan_in(terms))
-        self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
+        shape = *kernel, in_channels // groups, out_channels
+        self.weight, self.bias = _parameters(shape, out_channels if bias else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution. See `ops.conv3d`."""
@@ -202,15 +198,20 @@ class ConvTranspose2d(Module):
         )
         rows, columns = pair("kernel_size", kernel_size, 1)
         self.options = stride, padding, output_padding, dilation, groups
-        terms = rows * columns * out_channels // groups
-        self.weight = Parameter(
-            (rows, columns, out_channels // groups, in_channels), init or fan_in(terms)
-        )
-        self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
+        shape = rows, columns, out_channels // groups, in_channels
+        self.weight, self.bias = _parameters(shape, out_channels if bias else 0, init)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images. See `ops.conv_transpose2d`."""
         return conv_transpose2d(x, self.weight, self.bias, *self.options)
+
+
+def _parameters(
+    shape: Shape, biases: int, init: Initializer | None = None
+) -> tuple[Parameter, Parameter | None]:
+    """Return a weight, whose last axis is no sum's, and biases; None without any."""
+    draw = fan_in(prod(shape[:-1]))
+    return Parameter(shape, init or draw), Parameter((biases,), draw) if biases else None
 
 
 def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tuple[int, int, int]:

@@ -21,13 +21,21 @@ def checked_sizes(name: str, *sizes: int) -> list[int]:
     return [check_int(f"{name}'s {what}", n) for what, n in zip(names, sizes, strict=False)]
 
 
-class GRULayer(Module):
+class RecurrentLayer(Module):
+    """One layer's weights, with its gates side by side."""
+
+    def __init__(self, inputs: int, features: int, gates: int) -> None:
+        draw, width = fan_in(features), gates * features
+        self.weight = Parameter((inputs, width), draw)
+        self.recurrent = Parameter((features, width), draw)
+        self.bias = Parameter((width,), draw)
+
+
+class GRULayer(RecurrentLayer):
     """One layer. See `ops.gru`."""
 
     def __init__(self, inputs: int, features: int) -> None:
-        self.weight = Parameter((inputs, 3 * features), fan_in(features))
-        self.recurrent = Parameter((features, 3 * features), fan_in(features))
-        self.bias = Parameter((3 * features,), fan_in(features))
+        super().__init__(inputs, features, 3)
         self.bias_n = Parameter((features,), fan_in(features))
 
     def forward(self, x: Any, h: Any = None) -> Tensor:

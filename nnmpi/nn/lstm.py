@@ -7,12 +7,11 @@ import numpy as np
 from nnmpi.backend.recording import active, call
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.activation import Dropout
-from nnmpi.nn.gru import checked_sizes
+from nnmpi.nn.gru import RecurrentLayer, checked_sizes
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module, fan_in
+from nnmpi.nn.module import Module
 from nnmpi.ops.embedding import TokenRows
 from nnmpi.ops.lstm import lstm
-from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor, concatenate, stack
 
 __all__ = ["LSTM"]
@@ -20,7 +19,7 @@ __all__ = ["LSTM"]
 State = tuple[Any, Any]
 
 
-class LSTMDirection(Module):
+class LSTMDirection(RecurrentLayer):
     """One layer in one direction. See `ops.lstm`.
 
     Args:
@@ -29,10 +28,8 @@ class LSTMDirection(Module):
     """
 
     def __init__(self, inputs: int, features: int, reverse: bool) -> None:
+        super().__init__(inputs, features, 4)
         self.reverse = reverse
-        self.weight = Parameter((inputs, 4 * features), fan_in(features))
-        self.recurrent = Parameter((features, 4 * features), fan_in(features))
-        self.bias = Parameter((4 * features,), fan_in(features))
 
     def forward(
         self,

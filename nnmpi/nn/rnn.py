@@ -4,26 +4,22 @@ from functools import partial
 from typing import Any, ClassVar
 
 from nnmpi.base.errors import UsageError
-from nnmpi.nn.gru import GRU, GRULayer, checked_sizes
+from nnmpi.nn.gru import GRU, GRULayer, RecurrentLayer, checked_sizes
 from nnmpi.nn.lstm import LSTMDirection, State
-from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.rnn import rnn
-from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 __all__ = ["RNN", "GRUCell", "LSTMCell", "RNNCell"]
 
 
-class RNNLayer(Module):
+class RNNLayer(RecurrentLayer):
     """One layer. See `ops.rnn`."""
 
     def __init__(self, inputs: int, features: int, nonlinearity: str) -> None:
         if nonlinearity not in ("tanh", "relu"):
             raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
+        super().__init__(inputs, features, 1)
         self.nonlinearity = nonlinearity
-        self.weight = Parameter((inputs, features), fan_in(features))
-        self.recurrent = Parameter((features, features), fan_in(features))
-        self.bias = Parameter((features,), fan_in(features))
 
     def forward(self, x: Tensor, h: Any = None) -> Tensor:
         """Return h of each time: (batch, time, features)."""
@@ -58,28 +54,29 @@ class RNN(GRU):
         self._build(layer, input_size, hidden_size, num_layers, dropout)
 
 
-class RNNCell(RNNLayer):
+class _Step:
+    """A layer's first time step."""
+
+    def forward(self, x: Tensor, h: Any = None) -> Tensor:
+        """Return the next h; it begins with 0 without one."""
+        result: Tensor = super().forward(x[:, None], h)[:, 0]  # type: ignore[misc]
+        return result
+
+
+class RNNCell(_Step, RNNLayer):
     """One time step of an `RNN`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
 
     def __init__(self, input_size: int, hidden_size: int, nonlinearity: str = "tanh") -> None:
         inputs, features = checked_sizes("RNNCell", input_size, hidden_size)
         super().__init__(inputs, features, nonlinearity)
 
-    def forward(self, x: Tensor, h: Any = None) -> Tensor:
-        """Return the next h; it begins with 0 without one."""
-        return super().forward(x[:, None], h)[:, 0]
 
-
-class GRUCell(GRULayer):
+class GRUCell(_Step, GRULayer):
     """One time step of a `GRU`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         inputs, features = checked_sizes("GRUCell", input_size, hidden_size)
         super().__init__(inputs, features)
-
-    def forward(self, x: Tensor, h: Any = None) -> Tensor:
-        """Return the next h; it begins with 0 without one."""
-        return super().forward(x[:, None], h)[:, 0]
 
 
 class LSTMCell(LSTMDirection, fixed="reverse"):
