@@ -94,7 +94,7 @@ class Fit:
                     " all-reduce"
                 )
             return self.shared(nbytes)
-        collective = find_collective(operation, algorithm, self.machine.nodes)
+        collective = find_collective(operation, algorithm, self.machine.nodes_of(self.ranks))
         return price(collective, self.ranks, nbytes, self.machine)
 
     def to_json(self) -> dict[str, Any]:

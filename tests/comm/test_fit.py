@@ -109,10 +109,13 @@ def test_predictions_are_those_of_the_steps_or_what_was_measured() -> None:
 
 
 def test_hierarchical_is_predicted_for_the_nodes_of_the_fit() -> None:
-    """Two nodes of two ranks: up inside, around two leaders across, down inside."""
+    """Two nodes of two ranks: up inside, around two leaders across, down inside. One has a tree."""
     n, across, inside = 10_000, 1e-5, 1e-6
     expected = 2 * (inside + n * 1e-10) + 2 * (across + n / 2 * 1e-9) + (n + n / 2) * 2e-11
-    assert make().predict("hierarchical", n) == pytest.approx(expected)
+    fit = make()
+    assert fit.predict("hierarchical", n) == pytest.approx(expected)
+    one = replace(fit, machine=replace(fit.machine, nodes=None))
+    assert one.predict("hierarchical", n) == one.predict("tree", n)
 
 
 def test_the_default_file_tells_host_mpi_and_layout(
