@@ -497,7 +497,8 @@ def begin(
         run = set_up(config, group, backend, folder, last, console.say, stack)
         if chosen is None and group.size > 1 and on_root(group, _has_plans):
             sets = run.inputs.train, run.inputs.test
-            chosen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
+            with suppress(NnmpiError):  # on all ranks: a run goes on without its price
+                chosen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
         facts, settled = header(run), run.settled()
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
