@@ -1020,7 +1020,7 @@ def _layer_norm(
 ) -> tuple[Array, ...]:
     n = x.shape[-1]
     # not a product with 1 / n: the mean of equal numbers must be that number exactly
-    means = (x.sum(axis=-1, keepdims=True) / n,) if shift else ()
+    means = (row_totals(x) / n,) if shift else ()
     away = x - means[0] if means else x
     inverse = inverse_root(row_dots(away, away) / n, eps)
     normal = away * inverse
