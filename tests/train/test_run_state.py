@@ -12,19 +12,14 @@ from nnmpi.train.checkpoint import Extent, RunState
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
 
 
-def test_steps_are_counted_and_summed_up() -> None:
+def test_steps_are_counted_and_summed_up_until_an_epoch_ends() -> None:
     state = RunState()
     state.add(STEP)
     state.add(STEP.plus(STEP))
     assert (state.step, state.epoch, state.batch) == (3, 0, 3)
     assert state.in_epoch == STEP.plus(STEP.plus(STEP))
-
-
-def test_an_epoch_begins_with_its_first_batch_and_no_sums() -> None:
-    state = RunState()
-    state.add(STEP)
     state.end_epoch()
-    assert (state.step, state.epoch, state.batch) == (1, 1, 0)
+    assert (state.step, state.epoch, state.batch) == (3, 1, 0)
     assert state.in_epoch == Totals()
 
 
