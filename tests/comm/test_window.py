@@ -1,5 +1,7 @@
 """Shared windows and the arrays in them: what lies where, who sees it, and what is refused."""
 
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,13 +75,26 @@ def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(
 ) -> None:
     memory = shared_memory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
-        monkeypatch.setattr(mpi_world, "free_bytes", lambda: 2**20)
+        monkeypatch.setattr(mpi_world, "free_bytes", lambda need: 2**20)
     with pytest.raises(DeviceError, match="has only 1048576 free"):
         memory.allocate(2**20, np.float32)
     array = memory.allocate(8, np.float32)  # what is small enough still fits
     right = array.tolist() == [0.0] * 8
     memory.free()
     assert all(group.gather(right))
+
+
+@pytest.mark.mpi
+def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group: Group) -> None:
+    """The others would wait in Open MPI for ever."""
+    memory, before = SharedMemory(group), resource.getrlimit(resource.RLIMIT_AS)
+    mapped = PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[0])
+    if group.rank == group.size - 1:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**24, before[1]))
+    with pytest.raises(DeviceError, match="has only 0 free"):
+        memory.allocate(2**25, np.uint8)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    memory.free()
 
 
 @pytest.mark.mpi

@@ -93,7 +93,7 @@ def test_without_room_it_goes_another_way_and_says_so(
     """
     left = SimpleNamespace(windows=after)
 
-    def free_bytes() -> int:
+    def free_bytes(need: int) -> int:
         left.windows -= 1
         return 0 if left.windows < 0 else mpi_world.ENDLESS
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from math import inf
+from mmap import mmap
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -54,7 +55,7 @@ from nnmpi.comm.world import PAGE_BYTES, Closing, Comm, Traffic, World
 # Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programming with MPI plus
 # shared memory" (2013).
 
-# MPI's own bytes beside the ranks' parts. Without them in the sum, one rank could fail alone.
+# MPI's own bytes beside a rank's part. Without them in the sum, one rank could fail alone.
 MARGIN_BYTES = 2**17
 SHM = Path("/dev/shm")
 ENDLESS = 2**62
@@ -74,16 +75,16 @@ class Window:
 
     def __init__(self, node: MPI.Intracomm, own_bytes: int) -> None:
         # whole pages, and one for the part's alignment
-        room_bytes = (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
-        # gather lengths and free bytes, so that all ranks come to the same conclusion
-        needs = np.empty((node.Get_size(), 2), np.int64)
-        node.Allgather(np.array([room_bytes, free_bytes()], np.int64), needs)
-        need, free = int(needs[:, 0].sum()), int(needs[:, 1].min())
-        if need + MARGIN_BYTES > free:
+        room_bytes = (own_bytes // PAGE_BYTES + 2) * PAGE_BYTES
+        need = np.array(room_bytes + MARGIN_BYTES)
+        node.Allreduce(MPI.IN_PLACE, need)
+        free = np.array(free_bytes(int(need)))
+        node.Allreduce(MPI.IN_PLACE, free, MPI.MIN)  # all ranks come to the same conclusion
+        if need > free:
             raise DeviceError(
-                f"the ranks of this node need to share {need} bytes, and MPI needs {MARGIN_BYTES}"
-                f" more, but {SHM} has only {free} free; enlarge it (docker run --shm-size), or"
-                " use an all-reduce other than shared"
+                f"the ranks of this node need to share {need} bytes, with MPI's, but one has only"
+                f" {free} free in {SHM} or below its limit (ulimit -v); enlarge them (docker run"
+                " --shm-size), or use an all-reduce other than shared"
             )
         rank, start, problem = node.Get_rank(), FAILED, ""
         try:
@@ -123,8 +124,15 @@ class Window:
         self._window.Free()
 
 
-def free_bytes() -> int:
-    """Return the free bytes in the folder of MPI's windows; endless without such a folder."""
+def free_bytes(need: int) -> int:
+    """Return the free bytes in the folder of MPI's windows; endless without such a folder.
+
+    0 if this process cannot map the needed ones: in Open MPI the other ranks would wait for ever.
+    """
+    try:
+        mmap(-1, need).close()
+    except OSError:
+        return 0
     return shutil.disk_usage(SHM).free if SHM.is_dir() else ENDLESS
 
 
@@ -197,7 +205,8 @@ class MpiComm(Closing):
 
     def share_pages(self, own_bytes: int) -> Window:
         """Return memory shared by all ranks."""
-        return Window(cast(MPI.Intracomm, self.mpi), own_bytes)
+        share = _named(self._world, self.size, "sharing memory", Window)
+        return share(cast(MPI.Intracomm, self.mpi), own_bytes)
 
 
 class MpiWorld:
