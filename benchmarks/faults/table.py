@@ -120,7 +120,7 @@ def find_name(text, fault):
         "exit": rf"{GONE}|rank {GUILTY} of {RANKS}: os\._exit",
         "raise": rf"rank {GUILTY} of {RANKS}.*a fault on purpose",
         "full disk": r"no checkpoint of step \d+ .*No space left|No space left on device",
-        "deleted folder": r"the run's folder .* was removed",
+        "deleted folder": r"metrics.jsonl was removed",
         "other data": rf"rank {GUILTY}\b.*data|data.*rank {GUILTY}\b",
         "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
     }

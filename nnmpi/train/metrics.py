@@ -94,14 +94,10 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         ValueError: when a line before the last is no JSON object.
         OSError: for an unreadable file.
     """
-    lines = read_text(file).split("\n")
-    full, rest = lines[:-1], lines[-1]  # text behind the last newline is a truncated line
+    *full, rest = read_text(file).split("\n")  # text behind the last newline is a truncated line
     records = [parse_json(line) for line in full]
-    if rest:
-        try:
-            records.append(parse_json(rest))
-        except ValueError:
-            return records
+    with suppress(ValueError):
+        records.append(parse_json(rest))
     return records
 
 
@@ -151,9 +147,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self._stream: FileIO | None = None
         if folder is not None:
             with self._explain_errors():
-                self._identity = os.stat(folder.path)
                 self._stream = opened_to_write(folder.metrics, "ab", buffering=0)
-                self._length = self._stream.tell()
 
     def write(self, record: dict[str, Any]) -> None:
         """Write and flush one record; the module explains its keys. nan and inf become null."""
@@ -214,20 +208,18 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
         Raises:
             OSError: when the disk is full.
-            CheckpointError: when the run's folder was removed or replaced. Otherwise the checkpoint
-                would create a folder without the run's other files.
+            CheckpointError: when the file or the run's folder was removed or replaced. Otherwise
+                the checkpoint would create a folder without the run's other files.
         """
-        if self._folder is None:
+        if (stream := self._stream) is None:
             return
-        try:
-            is_same = os.path.samestat(os.stat(self._folder.path), self._identity)
-        except FileNotFoundError:
-            is_same = False
+        is_same = False
+        with suppress(FileNotFoundError):
+            is_same = os.path.samestat(os.stat(stream.name), os.fstat(stream.fileno()))
         if not is_same:
             raise CheckpointError(
-                f"the run's folder {self._folder.path} was removed or moved while the run went on;"
-                " nothing more is written there, and where it was moved to, its last checkpoint"
-                " can be resumed"
+                f"{stream.name} was removed or moved while the run went on; nothing more is written"
+                " there, and where the run's folder is, its last checkpoint can be resumed"
             )
         self._write_out()
 
@@ -244,18 +236,18 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def _write_out(self) -> None:
         """Append pending records; on an error truncate the file to its length before."""
         assert self._stream is not None
-        view = memoryview(self._pending)
+        view, length = memoryview(self._pending), self._stream.seek(0, os.SEEK_END)
         try:
             while view:
                 view = view[self._stream.write(view) :]
         except OSError:
             with suppress(OSError):
-                self._stream.truncate(self._length)
+                self._stream.truncate(length)
             raise
-        self._length, self._pending = self._length + len(self._pending), b""
+        self._pending = b""
 
     def _explain_errors(self) -> AbstractContextManager[None]:
-        path = self._folder.path if self._folder else ""
+        path = self._folder and self._folder.path
         return raised_as(
             NnmpiError, f"metrics cannot be written into {path}", "checkpoints are intact"
         )

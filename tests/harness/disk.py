@@ -266,6 +266,7 @@ class _Stream:
             stream.tell,
             stream.truncate,
         )
+        self.name, self.seek = stream.name, stream.seek
 
     def __enter__(self) -> _Stream:
         return self

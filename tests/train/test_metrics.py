@@ -104,19 +104,20 @@ def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) 
     assert steps(file) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("moved", ["run", "run/metrics.jsonl"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path, again: bool) -> None:
-    """Half of it came back, which nothing could be resumed from."""
+def test_a_folder_that_was_removed_is_not_made_again(
+    tmp_path: Path, moved: str, again: bool
+) -> None:
+    """Half of it came back, which nothing could be resumed from; a file's lines went nowhere."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     with MetricsRecorder(folder) as recorder:
         recorder.flush()
-        folder.path.rename(tmp_path / "elsewhere")
+        (tmp_path / moved).rename(tmp_path / "elsewhere")
         if again:
-            folder.path.mkdir()
-        with pytest.raises(
-            CheckpointError, match=r"run's folder .*run was removed or moved while the run went on"
-        ):
+            (tmp_path / moved).mkdir()
+        with pytest.raises(CheckpointError, match=r"run/metrics.jsonl was removed or moved"):
             recorder.flush()
     with pytest.raises(FileNotFoundError):
         CheckpointWriter(tmp_path / "gone" / "checkpoints", 1).begin()
