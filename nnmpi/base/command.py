@@ -511,7 +511,7 @@ def convert(value: Any, option: Option, where: str) -> Any:
     Raises:
         UsageError: for an invalid value.
     """
-    words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    words = [*map(str, value if isinstance(value, list | tuple) else [value])]
     if isinstance(value, bool):
         words = []
     with suppress(UsageError):

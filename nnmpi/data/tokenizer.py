@@ -277,7 +277,7 @@ class LibraryTokenizer(Tokenizer):
         )
         usual = (item for item in ENDS if inner.token_to_id(item) is not None)
         self.end_text = next(
-            (item for item in chain(named, usual) if isinstance(item, str)), ENDS[0]
+            (item for item in chain(named, usual) if item and isinstance(item, str)), ENDS[0]
         )
         if inner.token_to_id(self.end_text) is None:
             inner.add_special_tokens([self.end_text])

@@ -56,7 +56,6 @@ those of simulated clocks, the same on every computer.
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -71,7 +70,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.base.command import check_numbers, printable, read_command, require, say
 from nnmpi.base.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.base.files import json_text, parse_json, read_text, rebuilt, write_atomically
+from nnmpi.base.files import json_text, parse_json, read_toml, rebuilt, write_atomically
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
 from nnmpi.teaching.exercise.exercises import EXERCISES, POWERS, SHAPES, find
@@ -178,7 +177,7 @@ def read_assignment(file: Path) -> Assignment:
     """
     with raised_as(UsageError, f"{file} cannot be read"):
         try:
-            assignment: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
+            assignment: Assignment = rebuilt(Assignment, read_toml(file))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is not an assignment: {error}") from None
     limits = 0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES

@@ -10,7 +10,6 @@ its status.
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf, prod
@@ -19,7 +18,7 @@ from typing import Any
 
 from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
-from nnmpi.base.files import read_text
+from nnmpi.base.files import read_toml
 from nnmpi.base.launcher import idle_cores, read_launch
 from nnmpi.base.wings import offered
 from nnmpi.comm.algorithms.registry import AUTO
@@ -114,12 +113,12 @@ def parse(words: Sequence[str]) -> Config:
         UsageError: for wrong names, values or combinations, an unreadable file, or a missing run.
     """
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION, FIRST.split())
-    given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
+    given = (read_file(given["config"]) if given.get("config") else {}) | given
     resumed = (
         read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     )
     if resumed:
-        check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
+        check_trust(given["resume"], resumed, given, given.get("trust"))
     # a new --sync drops the options that belong to the run's old one
     outdated = NEEDS.keys() if "sync" in given else ()
     saved = {name: value for name, value in resumed.items() if name not in outdated}
@@ -170,14 +169,9 @@ def read_file(file: Path) -> dict[str, Any]:
         UsageError: for an unreadable file, unknown options, and options for the command line only.
     """
     try:
-        text = read_text(file)
-    except (OSError, UnicodeDecodeError) as error:
+        flat = read_toml(file)
+    except (OSError, ValueError) as error:
         raise UsageError(f"--config {file} cannot be read: {error}; give a TOML file") from None
-    try:
-        flat = tomllib.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
-        # ValueError: bad TOML, or a number of too many digits; RecursionError: deeply nested lists
-        raise UsageError(f"--config {file} is not valid TOML: {error}") from None
     for name in ("config", "resume", "trust", "ranks", "simulate"):
         if name in flat:
             raise UsageError(f"{file}: {name} belongs on the command line, not in a file")

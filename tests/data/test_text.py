@@ -415,6 +415,7 @@ def test_a_tokenizer_without_an_end_gets_one() -> None:
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, 2),
         ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}}}, 3),
         ({"config.json": {"eos_token_id": 2}}, 2),
+        ({"tokenizer_config.json": {"eos_token": ""}}, 1),
         ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": [3]}}, 3),
         ({"tokenizer_config.json": {"eos_token": "</s>"}, "config.json": {"eos_token_id": 3}}, 2),
         ({"special_tokens_map.json": {"eos_token": "<new>"}}, 4),

@@ -432,6 +432,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
         ('"seconds"', '"minutes"', "has the measures chunks, bytes, rounds, seconds, not minutes"),
         ("[[criteria]]", "[[criteria", "is not an assignment: Expected"),
+        ("limit_s = 20", f"limit_s = {'[' * 5000}", "nested too deeply"),
         ("limit_s = 20", "limit_s = -1", "limit_s must be above 0"),
         ("limit_s = 20", 'memory = "1"', "memory at least 128MiB"),
         ("points = 4", "points = nan", "must be numbers that are not below 0"),
