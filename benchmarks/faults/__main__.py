@@ -1,11 +1,11 @@
-"""Faults injected into a training: `table` or `kills`, each with --help. See README.md."""
+"""Faults injected into commands: a suite each of SUITES, each with --help. See README.md."""
 
 import sys
 
-from benchmarks.faults import kills, table
+from benchmarks.faults import attacks, kills, midway, table
 from benchmarks.harness.command import run
 
-SUITES = {"kills": kills.main, "table": table.main}
+SUITES = {"attacks": attacks.main, "kills": kills.main, "midway": midway.main, "table": table.main}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in SUITES:
