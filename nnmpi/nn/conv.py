@@ -94,7 +94,21 @@ class Conv2d(Module):
         return conv2d(*self.operands(x))
 
 
-class Conv1d(Conv2d):
+class _OverTime:
+    """A layer of images, over (batch, time, channels)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, out_time, channels)."""
+        if x.ndim != 3:
+            raise ShapeError(
+                f"{type(self).__name__} needs (batch, time, channels), not {x.shape}; one sample is"
+                " x[None]"
+            )
+        y: Tensor = super().forward(x.reshape(len(x), 1, *x.shape[1:]))  # type: ignore[misc]
+        return y.reshape(len(x), *y.shape[2:])
+
+
+class Conv1d(_OverTime, Conv2d):
     """A convolution over time: (batch, time, in_channels) -> (batch, out_time, out_channels).
 
     Same arguments as `Conv2d`, one number each; the weight is stored (1, kernel, in_channels /
@@ -114,11 +128,6 @@ class Conv1d(Conv2d):
     ) -> None:
         along = (1, kernel_size), (1, stride), (0, padding), (1, dilation)
         super().__init__(in_channels, out_channels, *along, groups, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution."""
-        y = super().forward(x.reshape(len(x), 1, *x.shape[1:]))
-        return y.reshape(len(x), *y.shape[2:])
 
 
 class Conv3d(Module):
@@ -262,7 +271,7 @@ class AvgPool2d(Pool2d):
         return avg_pool2d(x, *self.over)
 
 
-class Pool1d(Pool2d):
+class Pool1d(_OverTime, Pool2d):
     """Pooling over time: (batch, time, channels) -> (batch, out_time, channels).
 
     Arguments as for `Pool2d`, one number each.
@@ -270,13 +279,6 @@ class Pool1d(Pool2d):
 
     def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0) -> None:
         super().__init__((1, kernel_size), None if stride is None else (1, stride), (0, padding))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, out_time, channels)."""
-        if x.ndim != 3:
-            raise ShapeError(f"{type(self).__name__} needs (batch, time, channels), not {x.shape}")
-        y: Tensor = super().forward(x.reshape(len(x), 1, *x.shape[1:]))
-        return y.reshape(len(x), *y.shape[2:])
 
 
 class MaxPool1d(Pool1d, MaxPool2d):

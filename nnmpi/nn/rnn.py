@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, ClassVar
 
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.gru import GRU, GRULayer, RecurrentLayer, checked_sizes
 from nnmpi.nn.lstm import LSTMDirection, State
 from nnmpi.ops.rnn import rnn
@@ -54,12 +54,18 @@ class RNN(GRU):
         self._build(layer, input_size, hidden_size, num_layers, dropout)
 
 
+def _one_step(x: Tensor) -> Tensor:
+    if x.ndim != 2:
+        raise ShapeError(f"a cell needs (batch, features), not {x.shape}; one sample is x[None]")
+    return x[:, None]
+
+
 class _Step:
     """A layer's first time step."""
 
     def forward(self, x: Tensor, h: Any = None) -> Tensor:
         """Return the next h; it begins with 0 without one."""
-        result: Tensor = super().forward(x[:, None], h)[:, 0]  # type: ignore[misc]
+        result: Tensor = super().forward(_one_step(x), h)[:, 0]  # type: ignore[misc]
         return result
 
 
@@ -90,5 +96,5 @@ class LSTMCell(LSTMDirection, fixed="reverse"):
         """Return the next h and c, each (batch, hidden_size); they begin with 0 without a state."""
         if isinstance(state, Tensor):
             raise UsageError("an LSTMCell's state is a pair: h, c = cell(x, (h, c))")
-        y = super().forward(x[:, None], state, ends=True)
+        y = super().forward(_one_step(x), state, ends=True)
         return y[:, 1], y[:, 2]

@@ -277,7 +277,9 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     _check("group_norm", x, scale, shift)
     groups = check_int("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
-        raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
+        raise ShapeError(
+            f"group_norm needs (batch, ..., channels), {groups} of them or a multiple, not {x.shape}"
+        )
     return GroupNormFunction(eps, scale.size // groups)(x, scale, shift)
 
 

@@ -147,6 +147,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "nonlinearity is 'tanh' or 'relu', not 'gelu'": lambda: typed.nn.RNN(2, 2, 1, "gelu"),
         "several values of each channel": lambda: typed.nn.InstanceNorm2d(2)(x.reshape(1, 1, 2)),
         "MaxPool1d needs (batch, time, channels)": lambda: typed.nn.MaxPool1d(2)(x),
+        "Conv1d needs (batch, time, channels)": lambda: nn.Conv1d(3, 4, 2)(x),
+        "a cell needs (batch, features)": lambda: nn.GRUCell(3, 4)(x[0]),
         "give reduction='sum' by its name": lambda: typed.nn.CrossEntropyLoss("sum"),
         "reduction 'average'": lambda: typed.nn.MSELoss("average"),
         "odd kernel_size": lambda: typed.nn.Conv2d(1, 3, 4, padding="same"),
