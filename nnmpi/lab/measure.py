@@ -105,7 +105,7 @@ def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> 
             for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)
         ]
     group.sum_floats([0.0], asleep=True)  # the other ranks wait here without using cores
-    result = next((item for item in group.gather(local) if item is not None), None)
+    result = next(filter(None, group.gather(local)), None)
     if result is None:
         return None
     there_and_back, around = result
@@ -163,7 +163,6 @@ TAG = 2**13
 PASSES = 2
 LONGEST_ARRAY_BYTES = 2**27
 LONGEST_S = 0.3  # after a message that takes longer, the last slope is good enough
-LEAST_BYTES = K**2  # lengths up to this one are always measured
 # factor on the budget before it ends a pass: each length has a few calls at least
 SLACK = 1.5
 
@@ -196,12 +195,13 @@ def measure_curves(
     for number in range(PASSES):
         # a long disturbance spoils different sizes in each pass, and the least of both is kept
         for nbytes in sizes:
-            times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
-            medians = np.median(times, axis=1)
+            share_s = budget_s / len(sizes) / PASSES
+            medians = np.median(time_calls(group, prepare(nbytes), share_s), axis=1)
             best[nbytes] = np.minimum(best.get(nbytes, np.inf), medians)
-            spent_s = group.max_floats([clock.now() - begin])[0]
-            slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
-            if slow and nbytes >= LEAST_BYTES:
+            pass_s = SLACK * budget_s * (number + 1) / PASSES
+            is_late = group.max_floats([clock.now() - begin])[0] > pass_s
+            # on slow links 64 KiB are long: at 10 Mbit/s a megabyte takes a tree 3 s
+            if nbytes >= (64 * K if medians.max() > LONGEST_S else K**2 if is_late else np.inf):
                 break  # the curve's last slope extends to longer messages
     return [rising_curve(best, seconds) for seconds in np.transpose([*best.values()])]
 

@@ -7,9 +7,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nnmpi.comm.fit
+import nnmpi.lab.measure
 from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
@@ -17,7 +19,7 @@ from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.saved_fit import facts, find_fit
-from nnmpi.lab.measure import measure, measure_sums, time_calls
+from nnmpi.lab.measure import SIZES, measure, measure_curves, measure_sums, time_calls
 from nnmpi.lab.render.collectives import draw_fit
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
@@ -220,6 +222,16 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
     assert made[-4:] in (["fill a", "a", "fill b", "b"], ["fill b", "b", "fill a", "a"])
     assert len(made) == 4 * (1 + seconds.shape[1])
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
+
+
+@pytest.mark.parametrize(("s_per_byte", "longest"), [(1e-9, 2**24), (3e-6, 2**17), (1e-4, 2**16)])
+def test_on_slow_links_a_fit_ends_with_shorter_messages(
+    group: Group, s_per_byte: float, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte was always measured: at 10 Mbit/s a fit of three nodes took minutes."""
+    monkeypatch.setattr(nnmpi.lab.measure, "time_calls", lambda *given: np.full((1, 3), given[1]))
+    curve = measure_curves(group, lambda n: [s_per_byte * n], SIZES, 60.0)[0]  # type: ignore[list-item]
+    assert curve.points[-1][0] == longest
 
 
 def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
