@@ -54,7 +54,9 @@ def masked(keep: Array, x: Array) -> Array:
         # CuPy makes bfloat16 float32
         return chosen if chosen.dtype == x.dtype else chosen.astype(x.dtype)
     kind = f"i{x.itemsize}"
-    bits, result = x.view(kind), keep.astype(kind)
+    bits, given = x.view(kind), keep if isinstance(keep, np.ndarray) else x
+    result = np.empty(keep.shape, kind, like=given)
+    np.copyto(result, keep)  # not `astype`: a replay's would be copied once more
     if result.shape == bits.shape:
         result *= bits  # without a third array
     else:

@@ -414,7 +414,7 @@ def _kind(x: Any) -> Any:
         return array.shape, array.dtype
     if is_array(array):
         needs_grad = isinstance(x, Tensor) and x.requires_grad
-        return namespace(array).__name__, array.shape, str(array.dtype), needs_grad
+        return namespace(array).__name__, array.shape, array.dtype, needs_grad
     if isinstance(x, float | np.generic):  # 0.0 and -0.0 are equal, and NaN is not
         return type(x), np.asarray(x).tobytes()
     if isinstance(x, tuple | list):

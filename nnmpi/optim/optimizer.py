@@ -28,7 +28,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import call, refuse
+from nnmpi.backend.recording import active, call, refuse
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
     DtypeError,
@@ -91,11 +91,12 @@ class _Followed:
         vars(optimizer)[self._name] = value
 
     def _refuse(self) -> None:
-        refuse(
-            f"optimizer.{self._name}",
-            "use it outside of the step, such as in `with nn.training(step=optimizer.steps):` around"
-            " the call",
-        )
+        if active() is not None:  # else no text is made: each update asks six times
+            refuse(
+                f"optimizer.{self._name}",
+                "use it outside of the step, such as in `with nn.training(step=optimizer.steps):`"
+                " around the call",
+            )
 
 
 class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):

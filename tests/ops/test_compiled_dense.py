@@ -65,8 +65,8 @@ def test_linear_and_relu(shape, out, compiled_calls):
     ]
     compare(lambda *args: relu(linear(*args)), arrays)
     if shape[0]:  # NumPy does nothing as well
-        many = shape[0] * out >= 2**16  # NumPy adds few numbers sooner
-        assert compiled_calls == [*["plus"] * many, "relu", "relu_slope"]
+        many, some = (shape[0] * out >= least for least in (2**16, 2**13))  # few are NumPy's
+        assert compiled_calls == [*["plus"] * many, *["relu", "relu_slope"] * some]
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -189,7 +189,8 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
         *rng.standard_normal((2, shape[-1]), dtype=np.float32),
     ]
     compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
-    assert compiled_calls == ["squares", "affine", "relu", "relu_slope", "products", "norm_grad"]
+    names = ["relu", "relu_slope"] * int(np.prod(shape) >= 2**13)  # few are NumPy's
+    assert compiled_calls == ["squares", "affine", *names, "products", "norm_grad"]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (0, 3), (70, 2, 33), (3, 200)])
@@ -231,7 +232,7 @@ def test_pooling_after_a_convolution(pool, compiled_calls):
         rng.standard_normal(size, dtype=np.float32) for size in ((4, 13, 13, 3), (5, 5, 3, 6), 6)
     ]
     compare(lambda *args: conv_relu_pool(*args, pool=pool), arrays)
-    assert {"relu_slope", *["planes_grad"] * (pool > 1)} <= {*compiled_calls}
+    assert ("planes_grad" in compiled_calls) == (pool > 1)
 
 
 # Windows, and strides with dilations. A window is compiled for each stride, in seconds.

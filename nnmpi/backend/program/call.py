@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, constant, is_array, namespace
 from nnmpi.base.errors import ShapeError
 
 
@@ -106,6 +106,9 @@ class Call:
             rebuilt(item, place, ArrayRef, self.writes is not None)
             for item in (self.function, self.args, self.kwargs, self.result)
         )
+        if function in _TAKE_NUMBERS and len(args) == 2:
+            pairs = zip(args, reversed(args), strict=True)
+            args = tuple(_operand(x, other) for x, other in pairs)
         if (
             isinstance(function, np.ufunc)
             and kwargs.keys() == {"out"}
@@ -126,6 +129,12 @@ class Call:
         return f"{target}{name_of(self.function)}({', '.join(words)})"
 
 
+def _operand(x: Any, other: Any) -> Any:
+    """Return a number beside an array of floats as one without axes, which NumPy need not convert."""
+    is_float = isinstance(other, np.ndarray) and other.dtype.kind == "f"
+    return constant(other, x) if type(x) in (int, float) and is_float else x
+
+
 def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
     """Do the same as np.copyto, with the target where universal functions have it."""
     np.copyto(out, x, **kwargs)
@@ -136,6 +145,8 @@ _DEEP = {tuple, list, dict, partial}  # what may have some within
 # NumPy implements these by methods, which are faster to call; those need `out` by name
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
+# Functions that compute in the dtype of an array beside a number
+_TAKE_NUMBERS = (*_NAMED_OUT, np.add, np.subtract, np.multiply, np.divide, np.greater, np.less)
 # Functions of NumPy's that write to their first argument
 _WRITERS = frozenset(
     ["setitem", "copyto", "fill", "put", "putmask", "place", "fill_diagonal", "put_along_axis"]
