@@ -130,7 +130,7 @@ class Call:
 
 
 def _operand(x: Any, other: Any) -> Any:
-    """Return a number beside an array of floats as one without axes, which NumPy need not convert."""
+    """Return a number beside floats as an array without axes, which NumPy need not convert."""
     is_float = isinstance(other, np.ndarray) and other.dtype.kind == "f"
     return constant(other, x) if type(x) in (int, float) and is_float else x
 
