@@ -69,11 +69,11 @@ class CrossEntropy(OfLabels):
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = labels != self.ignore_index
-            count = np.maximum(np.add.reduce(used, axis=0, dtype=losses.dtype), 1)
+            count = np.maximum(self.xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
         self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
-        return _averaged(np.add.reduce(losses, axis=0), count, self.reduction)
+        return _averaged(self.xp.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
         residuals, shape, kernels, count = self.saved
