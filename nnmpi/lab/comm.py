@@ -54,10 +54,10 @@ from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove, proved_steps
 from nnmpi.comm.saved_fit import facts
-from nnmpi.lab.goal import ENDING, GoalText, makespan, read_goal
+from nnmpi.lab.goal import ENDING, GoalText, makespan, read_goal, save
 from nnmpi.lab.goal import picture as picture_program
 from nnmpi.lab.measure import measure, measure_adding, measure_sums
-from nnmpi.lab.msccl import save, write_program
+from nnmpi.lab.msccl import write_program
 from nnmpi.lab.osu import fit_of, read_tables
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.collectives import compare, draw_fit, picture, render

@@ -27,17 +27,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from nnmpi.base.errors import ScheduleError, UsageError, shortened
+from nnmpi.base.errors import ScheduleError, UsageError, raised_as, shortened
 from nnmpi.base.files import foreign, read_text
 from nnmpi.base.picture import Arrow, Bar, Picture
 from nnmpi.comm.collective import Chunks, Collective, runs
 from nnmpi.comm.duration import ITEM_BYTES
 from nnmpi.comm.machine import EAGER_BYTES, Curve, Links, Machine
-from nnmpi.lab.msccl import MOST_BYTES, check_length
 from nnmpi.schedule.schedule import SENDS, TRANSFERS, USES, Kind, Schedule, send_of
 from nnmpi.schedule.simulate import Costs, Lengths
 
 ENDING = ".goal"
+MOST_BYTES = 1 << 26
 MOST_LINES = 1_000_000  # in some 10 seconds, and a gigabyte
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 LINE = re.compile(
@@ -320,6 +320,22 @@ def picture(spans: Spans, ranks: int, title: str) -> Picture:
             bars.append(Bar(row, begin, end, "sending", f"to {item.partner}"))
             arrows.append(Arrow(row, begin, f"rank {item.partner}", end))
     return Picture(title, "ms", bars, arrows)
+
+
+def save(file: Path, text: object) -> None:
+    """Write a text to a file.
+
+    Raises:
+        UsageError: for one that cannot be written.
+    """
+    with raised_as(UsageError, f"{file} cannot be written"):
+        file.write_text(f"{text}\n")
+
+
+def check_length(file: Path, most: int) -> None:
+    """Refuse a file of more bytes."""
+    if file.stat().st_size > most:
+        raise ValueError(f"it is longer than {most >> 20} MiB")
 
 
 def read_goal(file: Path) -> GoalProgram:

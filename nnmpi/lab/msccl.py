@@ -24,14 +24,14 @@ from xml.parsers import expat
 
 import numpy as np
 
-from nnmpi.base.errors import ScheduleError, UsageError, raised_as
+from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.base.files import foreign
 from nnmpi.comm.collective import Collective, Contract, Step, Steps, parts_of, runs
 from nnmpi.comm.prove import proved_steps
+from nnmpi.lab.goal import MOST_BYTES, check_length
 
 # Larger files would take minutes or gigabytes. MSCCL's own, of 16 ranks, have a tenth of it.
 MOST = 200_000  # chunks of all operations
-MOST_BYTES = 1 << 26
 MOST_CHUNKS = 1 << 16  # of all ranks
 MOST_INPUTS = 1 << 13  # of all ranks: digits of a sum
 MOST_CLOCKS = 50_000_000  # a number for each operation and thread block
@@ -363,22 +363,6 @@ class ProgramWalk:
             last = self.last[rank]
             both = dict.fromkeys((last.get("place", there), there))
             last.update(part, place=" and ".join(both))
-
-
-def save(file: Path, text: object) -> None:
-    """Write a text to a file.
-
-    Raises:
-        UsageError: for one that cannot be written.
-    """
-    with raised_as(UsageError, f"{file} cannot be written"):
-        file.write_text(f"{text}\n")
-
-
-def check_length(file: Path, most: int) -> None:
-    """Refuse a file of more bytes."""
-    if file.stat().st_size > most:
-        raise ValueError(f"it is longer than {most >> 20} MiB")
 
 
 def read_program(file: Path) -> Collective:

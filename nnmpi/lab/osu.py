@@ -29,8 +29,8 @@ from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import coefficients, price
 from nnmpi.comm.fit import EXAMPLES, Fit
 from nnmpi.comm.machine import Curve, Link, Machine
+from nnmpi.lab.goal import check_length
 from nnmpi.lab.measure import rising_curve
-from nnmpi.lab.msccl import check_length
 
 MOST_BYTES = 2**20
 # program -> what its table has, and how many bytes its bandwidth counts of each; 0 for seconds

@@ -15,7 +15,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together, run_on_ranks
 from nnmpi.commands.start import read_shared
-from nnmpi.lab.msccl import save
+from nnmpi.lab.goal import save
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import LayoutSearch, plan
 from nnmpi.lab.planner.profile import Workload, find_profile

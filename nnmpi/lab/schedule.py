@@ -21,8 +21,7 @@ from nnmpi.base.custom import load_custom
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
-from nnmpi.lab.goal import GoalText
-from nnmpi.lab.msccl import save
+from nnmpi.lab.goal import GoalText, save
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
 from nnmpi.schedule.check import check
