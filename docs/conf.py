@@ -196,10 +196,8 @@ def draw(name: str) -> str:
     shown = (
         f'<svg role="img" aria-label="{html.escape(title)}" class="picture" fill="currentColor" '
     )
-    return (
-        "<div"
-        f' class="picture">{re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)}</div>'
-    )
+    text = re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)
+    return f'<div class="picture">{text}</div>'
 
 
 def run_lesson(name: str) -> Picture:
@@ -348,8 +346,9 @@ def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
     first = (
-        '<!doctype html><html lang="en"><title>nnmpi: neural networks on MPI, in Python</title><meta'
-        ' http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">nnmpi</a>'
+        '<!doctype html><html lang="en"><title>nnmpi: neural networks on MPI, in Python</title>'
+        '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+        '<a href="docs/index.html">nnmpi</a>'
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "index.html").write_text(f"{first}\n")

@@ -1,8 +1,8 @@
 """Every function of an array library that the engine asks for is in both, with the keywords that it
 gives.
 
-A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`, and `np.NAME`, which
-asks the arrays. CuPy's side is the snapshot of its names.
+A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`, and `np.NAME`,
+which asks the arrays. CuPy's side is the snapshot of its names.
 """
 
 import ast

@@ -370,7 +370,7 @@ def test_one_update_goes_the_way_that_the_page_follows(
 
     monkeypatch.setattr(Flight, "forward", watched)
     for name, words in (("whole", ""), ("piped", "--pp 2 --microbatches 2")):
-        options = f"--model mlp --dataset digits --max-steps 1 --quiet --out {tmp_path / name} {words}".split()
+        line = f"--model mlp --dataset digits --max-steps 1 --quiet --out {tmp_path / name} {words}"
         result.clear()
-        simulate(partial(train, options), 2)
+        simulate(partial(train, line.split()), 2)
         assert result[0] == way[1:-1]  # launch is MPI's

@@ -34,7 +34,8 @@ cd "$1/root"
 mount -t proc proc proc
 for folder in dev sys tmp; do mount --rbind "/$folder" "$folder"; done
 export DEBIAN_FRONTEND=noninteractive
-chroot . sh -c 'which slurmctld munged || apt-get install -y --no-install-recommends {PACKAGES}' >"$1/log" 2>&1 ||
+chroot . sh -c 'which slurmctld munged || apt-get install -y --no-install-recommends {PACKAGES}' \
+>"$1/log" 2>&1 ||
     {{ tail -n 3 "$1/log" >&2; exit {NO_PACKAGES}; }}
 shift
 mkdir .old
@@ -89,7 +90,8 @@ CASES = [
     ("salloc", f"salloc -n 2 $srun {TRAIN} --epochs 1 --out salloc", r"epoch 1/1"),
     (
         "an array",
-        f"""sbatch --wait --array=0-1%1 -n 2 --wrap "$srun {TRAIN} --epochs 1 --out lr-\\$SLURM_ARRAY_TASK_ID"
+        f"""sbatch --wait --array=0-1%1 -n 2 \
+--wrap "$srun {TRAIN} --epochs 1 --out lr-\\$SLURM_ARRAY_TASK_ID"
 grep -l accuracy lr-*/finished.json""",
         r"lr-0/(.|\n)*lr-1/",
     ),

@@ -94,7 +94,7 @@ ACTS = {
 
 
 def befall(name, place):
-    """Run the training with one of ACTS; return (status, defects, seconds from the act to the end)."""
+    """Run the training with one of ACTS; return (status, defects, seconds from act to end)."""
     act, goes_on = ACTS[name]
     run, package, output = place / "run", place / "package", place / "output"
     (place / "precious").mkdir()

@@ -10,12 +10,11 @@ from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import LaunchError
 from nnmpi.comm.mpi.start import import_mpi
 
-PACKAGES = (
-    "cupy-cuda13x",
-    "cupy-cuda12x",
-    "ml_dtypes",
+PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
+QUERY = (
+    "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,compute_cap,"
+    "mig.mode.current"
 )
-QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,compute_cap,mig.mode.current"
 
 
 def collect(backend: Backend) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def noted(row: Row) -> Iterator[None]:
 
 
 def judge(rows: Sequence[Row], tolerance: float) -> None:
-    """Compare the first losses of a case's rows with one of them; note the error, and what is wrong.
+    """Compare the first losses of a case's rows with one of them; note the error and what is wrong.
 
     The judge is PyTorch eager, or nnmpi's loop without it. All start from the same weights, so a
     wrong gradient shows in the losses after it.
@@ -184,7 +184,7 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def _place(row: Row) -> float:
-    """Return a key to sort by: what nnmpi cannot do, then the slowest; at last rows without peers."""
+    """Return a sort key: what nnmpi cannot do, then the slowest; at last rows without peers."""
     if row["ratio"] is not None:
         return float(row["ratio"])
     return 0.0 if COMPILED in row["by_name"] and "failed" in row["by_name"][COMPILED] else 1e9

@@ -64,7 +64,7 @@ class TorchDeviceTrainer(DeviceTrainer):
         getattr(torch, self._device).synchronize()
 
     def peak_bytes(self) -> int | None:
-        """Return the growth of the allocator in one more step, which tries no algorithm of cuDNN."""
+        """Return the allocator's growth in one more step, which tries no algorithm of cuDNN."""
         if self._device != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats()

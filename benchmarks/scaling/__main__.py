@@ -24,9 +24,9 @@ MACHINES = {
     "flat: alpha 2 us, 12.5 GB/s, adding 50 GB/s, a link for every rank": lambda _: Machine(
         ACROSS, None, None, ADDING
     ),
-    "cluster: nodes of 8 ranks, inside 0.5 us and 10 GB/s, "
-    "between nodes 2 us and 12.5 GB/s for all ranks of a node together, adding 50 GB/s": lambda ranks: (
-        Machine(INSIDE, ACROSS, blocks(ranks, 8), ADDING)
+    "cluster: nodes of 8 ranks, inside 0.5 us and 10 GB/s, between nodes 2 us and "
+    "12.5 GB/s for all ranks of a node together, adding 50 GB/s": lambda ranks: Machine(
+        INSIDE, ACROSS, blocks(ranks, 8), ADDING
     ),
 }
 EQUAL = 1 + 1e-9  # rounding

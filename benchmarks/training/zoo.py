@@ -1,10 +1,10 @@
 """Models that nobody tuned for, written once for all: a training step of nnmpi beside its peers.
 
-    python benchmarks/training/zoo.py                                   # all models, 3 rounds
+    python benchmarks/training/zoo.py                                 # all models, 3 rounds
     python benchmarks/training/zoo.py --models resnet20,vgg11 --rounds 1
-    python benchmarks/training/zoo.py --ranks 2                         # DataParallel, and DDP over gloo
-    python benchmarks/training/zoo.py --threads 2                       # of one rank
-    python benchmarks/training/zoo.py --peers-python VENV/bin/python    # has PyTorch and JAX
+    python benchmarks/training/zoo.py --ranks 2                       # DataParallel, DDP over gloo
+    python benchmarks/training/zoo.py --threads 2                     # of one rank
+    python benchmarks/training/zoo.py --peers-python VENV/bin/python  # has PyTorch and JAX
 
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
 A step takes AdamW, as a user writes it who changes nothing. On one rank its time is processor time

@@ -599,7 +599,7 @@ def describe_segments(total: SegmentReport) -> list[str]:
         else []
     )
     sent = (
-        f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MiB per step,"
-        " over all ranks"
+        f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MiB per"
+        " step, over all ranks"
     )
     return [*(["; ".join(words)] if words else []), sent]

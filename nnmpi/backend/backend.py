@@ -61,7 +61,7 @@ class Backend:
         return HostMeter()
 
     def room_bytes(self) -> int:
-        """Return the bytes that new arrays may take on a device; 0 on the host, which nobody asks."""
+        """Return the bytes that new arrays may take on a device; 0 on the host: nobody asks."""
         return 0
 
     def release_memory(self) -> None:

@@ -62,11 +62,11 @@ Multiply = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
 class Handle:
     """cuBLAS on one device, in the current stream.
 
-    Each stream has a workspace: a product's own memory, which cuBLAS would allocate at a time of its
-    choice, also during a capture. They come from CuPy's default pool, because the current allocator
-    may belong to a capture. A stream of captures has that of the stream in which the graphs are
-    launched, `shares_with`. A workspace lives as long as its stream, so a graph must keep that one;
-    such graphs must not run at the same time.
+    Each stream has a workspace: a product's own memory, which cuBLAS would allocate at a time of
+    its choice, also during a capture. They come from CuPy's default pool, because the current
+    allocator may belong to a capture. A stream of captures has that of the stream in which the
+    graphs are launched, `shares_with`. A workspace lives as long as its stream, so a graph must
+    keep that one; such graphs must not run at the same time.
 
     Args:
         xp: cupy.

@@ -98,7 +98,7 @@ def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = No
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
-    """Return an uninitialized matrix on a device; a large one's rows begin at multiples of 16 bytes.
+    """Return an uninitialized matrix on a device; a large one's rows are at multiples of 16 bytes.
 
     cuBLAS has no fast kernel for others: on an H100 the three products with GPT-2's table of 50,257
     words, and 8192 rows in bfloat16, took 16.4 of a step's 48 ms.

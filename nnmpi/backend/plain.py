@@ -284,7 +284,7 @@ class PlainKernels:
     # ---- dense layers
 
     def add_bias(self, y: Array, bias: Array) -> None:
-        """Add bias (n,) to y (..., n), contiguous, in place; images are rows of all their pixels."""
+        """Add bias (n,) to contiguous y (..., n) in place; images are rows of all their pixels."""
         if y.ndim != 2:
             bias = repeated(bias, prod(y.shape[1:-1]))
             y = y.reshape(len(y), prod(y.shape[1:]))

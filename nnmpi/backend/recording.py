@@ -60,7 +60,7 @@ class Box:
 
 
 def to_library(xp: Any, values: Any) -> Array:
-    """Return values as an array of a library; a recording on a device copies them in each replay."""
+    """Return values as a library's array; a recording on a device copies them in each replay."""
     if isinstance(values, np.ndarray):
         here = xp.__name__ == "numpy"
         return values if here else call(xp.asarray, (values,), when="before")
@@ -211,7 +211,7 @@ class Recorder(CallList):
         return True
 
     def restore_grads(self) -> None:
-        """Give each leaf the gradient that it had, before a step that was not done is done again."""
+        """Give each leaf the gradient it had, before a step that was not done is done again."""
         for leaf, *_, grad in self.leaves.values():
             if grad is not False:  # else the step clears it first
                 leaf._grad = grad

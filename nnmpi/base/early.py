@@ -1,8 +1,8 @@
 """Signals before a command has handlers of its own: what ends is said, and what is lost.
 
 It imports nothing of nnmpi, and nnmpi imports it first, so that it stands before anything else is
-loaded. A signal before that, in the 0.05 s in which Python itself starts, ends the process as Python
-has it: without a sentence, SIGINT with a traceback.
+loaded. A signal before that, in the 0.05 s in which Python itself starts, ends the process as
+Python has it: without a sentence, SIGINT with a traceback.
 """
 
 import os

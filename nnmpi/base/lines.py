@@ -32,7 +32,7 @@ def is_users(file: str) -> bool:
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """Return the frames of users' code in an error: "net.py:12 in forward: x = ...", innermost last.
+    """Return an error's frames in users' code: "net.py:12 in forward: x = ...", innermost last.
 
     An error that ranks agreed on has the lines of the rank that failed.
     """

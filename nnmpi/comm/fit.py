@@ -176,8 +176,7 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return the error for a missing fit, with the ways to get one."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
-        f" {start_words(ranks)} nnmpi comm fit, or give the cost of messages, such as"
-        f" {NETWORK}"
+        f" {start_words(ranks)} nnmpi comm fit, or give the cost of messages, such as {NETWORK}"
     )
 
 

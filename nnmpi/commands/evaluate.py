@@ -282,8 +282,8 @@ def _sentence(
     )
     after = "" if run.step is None else f" after step {run.step}"
     return (
-        f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with the weights{after} of"
-        f" {weights}"
+        f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with the weights{after}"
+        f" of {weights}"
     )
 
 

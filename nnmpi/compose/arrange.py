@@ -384,8 +384,8 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
         if len(layers) < count:
             raise LayoutError(
                 f"the model has {len(layers)} layers to cut between, fewer than {count} stages"
-                f" ({ranks} ranks x {layout.stages_per_rank}); give at most {len(layers)} stages, or"
-                f" a deeper model{_why_closed(layers)}"
+                f" ({ranks} ranks x {layout.stages_per_rank}); give at most {len(layers)} stages,"
+                f" or a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
     segments = _segments(layers, cuts, full_model, np.dtype(dtype).itemsize)

@@ -6,10 +6,10 @@
     meet(numbers) -> sums, norm     the ranks' only meeting: losses, gradient norm
     update(factor)                  new weights, from the gradients times a factor
 
-    ShardedDataParallel    each rank has a shard of gradients, state, weights   parallel.zero
-    FixedReduction         sums in an order that does not depend on the layout  parallel.fixed_reduction
-    FusedReplicas          sums and updates in memory that a node's ranks share parallel.fused
-    DataParallel           all-reduces of buckets, during the backward or after parallel.data
+    ShardedDataParallel  each rank has shards of gradients, state, weights  parallel.zero
+    FixedReduction       sums in an order independent of the layout         parallel.fixed_reduction
+    FusedReplicas        sums, updates in memory that a node's ranks share  parallel.fused
+    DataParallel         all-reduces of buckets, in the backward or after   parallel.data
 
 To add a strategy, derive a class from `parallel.data.Replicas`, in a file of its own, and write its
 condition in `make_exchange`.

@@ -281,8 +281,7 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
     if ignored is not None and ignored >= 0:
         raise UsageError(
             f"the loss ignores label {ignored}, but is divided by the number of labels that are 0"
-            f" or more; label ignored positions {IGNORED}, and give the loss"
-            f" ignore_index={IGNORED}"
+            f" or more; label ignored positions {IGNORED}, and give the loss ignore_index={IGNORED}"
         )
     if (
         arrangement is not None
@@ -336,9 +335,9 @@ def _refuse_sharded(logits: Tensor, total: Tensor) -> None:
             # of ZeRO's stages the first alone keeps all values and gradients on each rank
             if storage is not None and (storage.is_sharded or getattr(storage, "stage", 1) > 1):
                 raise UsageError(
-                    f"the loss uses {edge.name} of a model that is sharded over ranks; use it in the"
-                    " model's forward, or choose a layout with a full replica on each rank, such as"
-                    " data parallelism or ZeRO 1"
+                    f"the loss uses {edge.name} of a model that is sharded over ranks; use it in"
+                    " the model's forward, or choose a layout with a full replica on each rank,"
+                    " such as data parallelism or ZeRO 1"
                 )
 
 

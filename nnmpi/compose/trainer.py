@@ -151,7 +151,7 @@ class Training:
         return model_state(self.arrangement), optimizer_state(self.arrangement, self.optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON values besides arrays: the optimizer's class, steps and rate."""
+        """Return a checkpoint's JSON besides arrays: the optimizer's class, steps and rate."""
         optimizer = self.optimizer
         kind = type(optimizer).__name__
         return {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}

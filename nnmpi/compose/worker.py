@@ -567,7 +567,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return more
 
     def _batch_of(self, x: Any, y: Any) -> Batch:
-        """Return a batch as it is; of samples and labels, this replica's shard of all. Collective."""
+        """Return a batch as it is; of samples and labels, this replica's shard. Collective."""
         if hasattr(x, "cuts"):
             if y is not None:
                 raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")

@@ -226,9 +226,9 @@ class Items(Settled, Samples, fixed="name classes"):
                 if len(names) > 1:
                     kept = [name for name in inputs if name not in ROW_NUMBERS][:1]
                     raise DataError(
-                        f"{self.name}: item {i} has {' and '.join(names)}, of which one alone can be"
-                        f" the {what}; leave the others out, as select_columns"
-                        f"({[*kept, labels[0]]}) of Hugging Face's data sets does"
+                        f"{self.name}: item {i} has {' and '.join(names)}, of which one alone can"
+                        f" be the {what}; leave the others out, as"
+                        f" select_columns({[*kept, labels[0]]}) of Hugging Face's data sets does"
                     )
             item = *([values] if len(values) > 1 else values), item[labels[0]]
         if not isinstance(item, tuple | list) or len(item) != 2:

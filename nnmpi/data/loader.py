@@ -440,7 +440,7 @@ class Loader(Settled, fixed="group"):
         )
 
     def _held_by(self, device: Backend) -> Dataset | None:
-        """Return the data set with its samples on a device; None if they must not or cannot be there.
+        """Return the data set with its samples on a device; None if they must not or cannot be.
 
         The first call decides, so that every epoch is alike.
         """
@@ -594,8 +594,9 @@ def _part_of(group: Any, rank: Any, world: Any) -> tuple[Any, Any]:
     """
     if rank is not None or world is not None:
         raise UsageError(
-            f"a Loader got rank={rank!r}, world={world!r} and group={group!r}, so ranks might take the"
-            " same rows; give the group alone, data.Loader(dataset, 64, group), or rank and world"
+            f"a Loader got rank={rank!r}, world={world!r} and group={group!r}, so ranks might take"
+            " the same rows; give the group alone, data.Loader(dataset, 64, group), or rank and"
+            " world"
         )
     if group is None:
         return 0, 1
@@ -650,10 +651,10 @@ T = TypeVar("T")
 class Prefetch(Iterator[T]):
     """Yield make(i) for i in numbers, computed by threads up to `ahead` items early.
 
-    Items keep the order of `numbers`. An exception in `make` is raised at its item; a StopIteration,
-    which would end the loop as if there were no more, as a DataError. The threads end after the
-    last item, at close(), at the end of a `with` block, or when the iterator is garbage collected.
-    With workers=0 each item is made on demand.
+    Items keep the order of `numbers`. An exception in `make` is raised at its item; a
+    StopIteration, which would end the loop as if there were no more, as a DataError. The threads
+    end after the last item, at close(), at the end of a `with` block, or when the iterator is
+    garbage collected. With workers=0 each item is made on demand.
 
     Args:
         send: begins to copy an item, in the consuming thread, if it is made, before the one ahead

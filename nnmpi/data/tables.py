@@ -410,9 +410,8 @@ def _parse(rows: _Rows, rules: TableRules, labelled: bool) -> tuple[Table, list[
         if labelled and is_known and not rules.target:
             spare = [names[place] for place in sorted(unread)]
             raise UsageError(
-                f"{path}: the model takes no column"
-                f" {shortened(', '.join(spare))}; name the label's,"
-                f" target={spare[-1]!r}"
+                f"{path}: the model takes no column {shortened(', '.join(spare))}; name the"
+                f" label's, target={spare[-1]!r}"
             )
         if not is_known and rows.is_named is not False:
             notes.append("the columns are taken in the order of the training table")
@@ -807,9 +806,8 @@ def _part(
             )
         if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
             notes += (
-                f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels"
-                f" with {x.shape[3]} channels;"
-                " if the channels are first, give x.transpose(0, 2, 3, 1)",
+                f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]}"
+                " channels; if the channels are first, give x.transpose(0, 2, 3, 1)",
             )
     elif x.min() < 0:
         raise DataError(

@@ -366,7 +366,8 @@ def load_text(
             raise ValueError(f"{len(tokens)} tokens")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it again"
+            f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it"
+            " again"
         ) from error
     spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)
     parts = [spans[np.sort(part)] for part in split_indices(len(spans), test_fraction, seed)]

@@ -233,8 +233,8 @@ class CharacterTokenizer(Tokenizer, fixed="characters"):
         unknown = np.flatnonzero(self._codes[indices] != codes)
         if unknown.size:
             raise UsageError(
-                f"the tokenizer has no {text[unknown[0]]!r}: its {self.end} characters come from its"
-                " training text; leave this one out, or use another tokenizer, such as bytes"
+                f"the tokenizer has no {text[unknown[0]]!r}: its {self.end} characters come from"
+                " its training text; leave this one out, or use another tokenizer, such as bytes"
             )
         return indices.tolist()
 

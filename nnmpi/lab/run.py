@@ -434,7 +434,8 @@ def count_lines(file: Path) -> int:
 # ---- the command ----
 
 PROGRAM = "nnmpi run"
-DESCRIPTION = """Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
+DESCRIPTION = """\
+Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
 host.
 
 nnmpi run -n 4 -- --dataset mnist --save-every 100steps --out runs/mine

@@ -59,7 +59,8 @@ class ScheduleConfig:
     its B is both), SEND for a message, if not by --network.
     """
     network: str = ""
-    """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).
+    """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no
+    time).
     """
     bytes: Bytes = Bytes("1MiB")
     """Bytes of a message between two ranks."""

@@ -138,14 +138,13 @@ def main(words: Sequence[str]) -> str:
             write_json(options.json, numbers)
     if options.plot is not None:
         _draw(rows, options.plot, _describe(given, options))
-    more = (
-        [
-            "--slow ms= gives a step the same time on any number of ranks; --weak gives them more work"
-        ]
-        if fixed and not options.weak
-        else []
-    )
-    return "\n".join([_table(rows), *more])
+    result = _table(rows)
+    if fixed and not options.weak:
+        result += (
+            "\n--slow ms= gives a step the same time on any number of ranks; --weak gives them more"
+            " work"
+        )
+    return result
 
 
 def _measure(
@@ -204,7 +203,7 @@ def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
 
 
 def _compared(run: Scaled, before: Sequence[Scaled], weak: bool, fixed: bool) -> Scaled:
-    """Return a run with its speed-up over the first one; `fixed` if its steps do not get shorter."""
+    """Return a run with its speed-up over the first one; `fixed` if its steps get no shorter."""
     first = before[0] if before else run
     times = run.ranks / first.ranks
     samples = times if weak else 1  # of a step, relative to the first run's

@@ -2,11 +2,11 @@
 
     1F1B, rank 0 of 2, segments 0 and 1; 0 is recomputed
 
-    F0.0  F1.0  F0.1  F1.1  B1.0  B0.0 ...     held: inputs of 0.0 and 0.1, all of 1.0 and 1.1;
-                                               B0.0 computes 0.0 again, and holds all of it meanwhile
+    F0.0  F1.0  F0.1  F1.1  B1.0  B0.0 ...    held: inputs of 0.0 and 0.1, all of 1.0 and 1.1;
+                                              B0.0 computes 0.0 again, and holds all of it meanwhile
 
-A segment is kept, recomputed, or moved to a store meanwhile. The program says which microbatches are
-in flight at each moment, so the peak is a sum of measured bytes: for a pass, the ledger and the
+A segment is kept, recomputed, or moved to a store meanwhile. The program says which microbatches
+are in flight at each moment, so the peak is a sum of measured bytes: for a pass, the ledger and the
 planner. Segments are chosen by the bytes that they save per second, until the peak fits; then those
 that need not save are taken back, the slowest first. The best of all choices takes exponential time
 to find.

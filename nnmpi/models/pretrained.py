@@ -120,7 +120,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise DataError(
                 f"{pickled[0]} is a pickle, which can run code as it is read, so nnmpi does not"
                 f' read it; write {WEIGHTS} beside it: python -c "from transformers import'
-                f" GPT2LMHeadModel as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+                f" GPT2LMHeadModel as M; M.from_pretrained('{folder}')"
+                f".save_pretrained('{folder}')\""
             )
         return [file]
     with foreign(index, DataError, "not as Hugging Face's transformers writes it"):

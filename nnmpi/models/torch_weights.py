@@ -1,18 +1,18 @@
 """PyTorch's names and layouts for any model's weights: a state_dict as safetensors.
 
-    layer               nnmpi                                   PyTorch
-    Linear              (in, out)                               (out, in)
-      after Flatten     rows by (h, w, c) or (t, c)             columns by (c, h, w) or (c, t)
-    MultiheadAttention  qkv, proj                               in_proj_weight, in_proj_bias, out_proj
-    Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
-    Conv1d              (1, kernel, in, out)                    (out, in, kernel)
-    Conv3d              (kd, kh, kw, in, out)                   (out, in, kd, kh, kw)
-    LayerNorm of images (h, w, c)                           (c, h, w)
-    BatchNorm           running_variance                        running_var, num_batches_tracked
-    GRU                 layers.0.weight, bias, bias_n           weight_ih_l0, two biases
-    LSTM                layers.0.weight, i f o g, one bias      weight_ih_l0, i f g o, two biases
-    RNN                 layers.0.weight, one bias               weight_ih_l0, two biases
-    cells               weight ...                              weight_ih ...
+    layer               nnmpi                                 PyTorch
+    Linear              (in, out)                             (out, in)
+      after Flatten     rows by (h, w, c) or (t, c)           columns by (c, h, w) or (c, t)
+    MultiheadAttention  qkv, proj                             in_proj_weight, in_proj_bias, out_proj
+    Conv2d              (kh, kw, in, out)                     (out, in, kh, kw)
+    Conv1d              (1, kernel, in, out)                  (out, in, kernel)
+    Conv3d              (kd, kh, kw, in, out)                 (out, in, kd, kh, kw)
+    LayerNorm of images (h, w, c)                             (c, h, w)
+    BatchNorm           running_variance                      running_var, num_batches_tracked
+    GRU                 layers.0.weight, bias, bias_n         weight_ih_l0, two biases
+    LSTM                layers.0.weight, i f o g, one bias    weight_ih_l0, i f g o, two biases
+    RNN                 layers.0.weight, one bias             weight_ih_l0, two biases
+    cells               weight ...                            weight_ih ...
     others              equal
 
 A module's name is the path of attributes in both. So a PyTorch model of the same structure loads

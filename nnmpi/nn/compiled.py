@@ -217,8 +217,8 @@ class Compiled(Settled, fixed="pool"):
         held.known.refusal = self._refusal
         if since < self._number:
             raise OldValueError(
-                f"{self._refusal}; calls since number {since} may have used an old value: give it as an"
-                " argument, or do not compile this"
+                f"{self._refusal}; calls since number {since} may have used an old value: give it"
+                " as an argument, or do not compile this"
             )
         launch = read_launch(os.environ)
         if launch is None or launch.rank == 0:  # once for all ranks

@@ -114,8 +114,8 @@ class GRU(Module, fixed="hidden_size reads_rows"):
         shape = (len(self.layers), x.shape[0], self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
-                f"{type(self).__name__} that reads {x.shape} starts in a state of shape {shape}, not"
-                f" {state.shape}"
+                f"{type(self).__name__} that reads {x.shape} starts in a state of shape {shape},"
+                f" not {state.shape}"
             )
         y: Any = x
         ends = []

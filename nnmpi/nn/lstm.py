@@ -46,8 +46,8 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
     """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates are side by side in the
-    order i, f, o, g, and share one bias. PyTorch adds two, so there SGD moves their sum at twice the
-    rate, and a bias learns differently.
+    order i, f, o, g, and share one bias. PyTorch adds two, so there SGD moves their sum at twice
+    the rate, and a bias learns differently.
 
     Args:
         input_size: the length of x's last axis.

@@ -225,9 +225,9 @@ def note_mask(layer: Any) -> None:
         return
     if layer in dropped:
         warnings.warn(
-            f"the dropout of {layer.path!r} is used twice in a pass, and drops the same elements both"
-            " times: a mask depends on the layer's name and the step; make a layer for each use,"
-            " or a block with nn.training(step=...) for each pass",
+            f"the dropout of {layer.path!r} is used twice in a pass, and drops the same elements"
+            " both times: a mask depends on the layer's name and the step; make a layer for each"
+            " use, or a block with nn.training(step=...) for each pass",
             stacklevel=3,
         )
     dropped.add(layer)

@@ -303,8 +303,8 @@ class Module(Settled):
     def settings(self) -> list[str]:
         """Return each module's name, class and settings as text; the same on all ranks.
 
-        Of a user's module only functions of nnmpi are shown: other attributes may be the rank's own,
-        such as its number, a file, or what the last batch was like.
+        Of a user's module only functions of nnmpi are shown: other attributes may be the rank's
+        own, such as its number, a file, or what the last batch was like.
         """
         lines: list[str] = []
         for path, module in self.named_modules():

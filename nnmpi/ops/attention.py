@@ -245,7 +245,7 @@ class PackedAttention(Function):
     def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
         """Attend to the cached tokens and one more, in a graph of a device.
 
-        The calls and the sizes are the same for every token: keys that are still to come are masked.
+        The calls and sizes are the same for every token: keys that are still to come are masked.
         """
         if not call(before.has_room, when="if"):
             call(before.make_room, (k, v), when="once")

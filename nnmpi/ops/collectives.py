@@ -349,9 +349,10 @@ def _agreed(
         wishes = [item[4] for item in gathered]
         if True in wishes and None in wishes:
             raise CommError(
-                f"{name} is under nnmpi.no_grad() on {name_ranks([r for r, w in enumerate(wishes) if w is None])}, but"
-                f" {name_ranks([r for r, w in enumerate(wishes) if w])} needs a gradient from it; make the same"
-                " call on all ranks"
+                f"{name} is under nnmpi.no_grad() on"
+                f" {name_ranks([r for r, w in enumerate(wishes) if w is None])}, but"
+                f" {name_ranks([r for r, w in enumerate(wishes) if w])} needs a gradient from it;"
+                " make the same call on all ranks"
             )
         now = [item[2] for item in gathered]
         for before in (item[3] for item in gathered):

@@ -187,9 +187,8 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
     product_dtype(name, x, weight, *given(bias))
     if getattr(weight, "is_table", False):
         raise UsageError(
-            f"{name} reads a weight (in, out), but this one is an embedding's"
-            " table (rows, features); call nnmpi.nn.TiedLinear(embedding), or"
-            " ops.linear_transposed(x, weight)"
+            f"{name} reads a weight (in, out), but this one is an embedding's table (rows,"
+            " features); call nnmpi.nn.TiedLinear(embedding), or ops.linear_transposed(x, weight)"
         )
     inputs, matrix = x._data, weight._data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:

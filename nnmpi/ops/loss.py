@@ -252,8 +252,8 @@ def kl_div(
 def _refuse_softmax(name: str, x: Variable) -> None:
     if x.made_by == "softmax":
         raise UsageError(
-            f"{name} takes logarithms of probabilities, and got the result of a softmax; give it that"
-            " of a log_softmax"
+            f"{name} takes logarithms of probabilities, and got the result of a softmax; give it"
+            " that of a log_softmax"
         )
 
 
@@ -371,8 +371,8 @@ def binary_cross_entropy(
     Raises:
         ShapeError: when the shapes differ.
         DtypeError: when the dtypes differ.
-        UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as PyTorch's
-            function of this name takes them.
+        UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as
+            PyTorch's function of this name takes them.
     """
     refuse_words("binary_cross_entropy", words)
     if isinstance(logits, Tensor) and logits.made_by == "sigmoid":

@@ -278,7 +278,8 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     groups = check_int("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(
-            f"group_norm needs (batch, ..., channels), {groups} of them or a multiple, not {x.shape}"
+            f"group_norm needs (batch, ..., channels), {groups} of them or a multiple, not"
+            f" {x.shape}"
         )
     return GroupNormFunction(eps, scale.size // groups)(x, scale, shift)
 
@@ -301,7 +302,8 @@ def batch_norm(
         scale, shift: (channels,).
         all_reduce: sums a float64 array over the ranks and returns the sum. Every rank must call
             it, even without rows: twice in forward and, if x needs a gradient, once in backward.
-            With an attribute `turns` (see `tensor.turns`) not every rank's loss must use the result.
+            With an attribute `turns` (see `tensor.turns`) not every rank's loss must use the
+            result.
         observe: called as observe(mean, variance, elements) in every pass, also in replays of a
             compiled step.
 

@@ -217,14 +217,13 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         if self.storage.node_shared:
             raise UsageError(
                 "the ranks of a node share the parameters, and each would update them; let the"
-                " Worker update them (worker.step), or give it"
-                " GradientExchange(fused_update=False)"
+                " Worker update them (worker.step), or give it GradientExchange(fused_update=False)"
             )
         if self.storage.unsummed:
             raise UsageError(
                 "the gradients are this rank's alone, since the last pass was not the last of its"
-                " update: call parallel.backward(loss, samples, last=True) for the last loss of each"
-                " update, also of what is left at the end of an epoch"
+                " update: call parallel.backward(loss, samples, last=True) for the last loss of"
+                " each update, also of what is left at the end of an epoch"
             )
         if self.steps == 0:
             self._warn_alone()

@@ -151,8 +151,8 @@ class Replicas(
             CommError: when the last pass ended early, in an exception.
         """
         # The gradient of the mean. Two other places divide by the same count: a Worker's
-        # `BatchPass._make_seeds`, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
-        # the backward pass.
+        # `BatchPass._make_seeds`, and `stats.Totals` for the loss. Float64: rounded to the
+        # gradient's dtype only in the backward pass.
         samples = check_int("samples", samples, 0)
         seed = namespace(loss_sum._data).full(loss_sum.shape, 1 / max(samples, 1))
         # recorded, so that a compiled step repeats it each time

@@ -47,8 +47,8 @@ def check_same_model(group: Group, model: Module | FlatStorage) -> None:
         # the ranks that share batches have a shard of experts each, all others have copies
         if others != members if p.rank_local else len(others & members) > 1:
             raise LayoutError(
-                f"{p.name} is sharded over {'other' if p.rank_local else 'these'} ranks, which cannot"
-                " be replicas; give the ranks with the same shards, where.mesh.replicas of"
+                f"{p.name} is sharded over {'other' if p.rank_local else 'these'} ranks, which"
+                " cannot be replicas; give the ranks with the same shards, where.mesh.replicas of"
                 " where = nnmpi.arrange(...)"
             )
     dtypes = [str(array.dtype) for array in storage.data]

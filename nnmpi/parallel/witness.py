@@ -509,8 +509,8 @@ class UpdateWitness:
             each = ", ".join(f"rank {rank} has {count[way]}" for rank, count in enumerate(have))
             raise UsageError(
                 f"{update}: backward divides by {whole} samples, but the ranks' losses are of"
-                f" {sum(count[way] for count in have)}: {each}; give each rank its rows of the batch,"
-                " and backward the number of the global batch"
+                f" {sum(count[way] for count in have)}: {each}; give each rank its rows of the"
+                " batch, and backward the number of the global batch"
             )
 
 

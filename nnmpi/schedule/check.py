@@ -1,14 +1,14 @@
 """Checks that a lowered schedule is right, before any message is sent.
 
-    each unit of work once, on its rank     a forward, a whole backward or both halves, for every
-                                            stage and microbatch
-    each message has its two ends           and there are no unused messages
-    order on each rank                      receive, forward, send; forward, backward; all
-                                            backwards, sum, update
-    weights that replicas share out         gathered before they are used, freed after their last use
-    activations in a store                  moved out after the forward, back before the backward
-    order on each channel                   messages are received in the order of their sends
-    no deadlock                             with rendezvous sends, and so with eager ones, too
+    each unit of work once, on its rank   a forward, a whole backward or both halves, for every
+                                          stage and microbatch
+    each message has its two ends         and there are no unused messages
+    order on each rank                    receive, forward, send; forward, backward; all
+                                          backwards, sum, update
+    weights that replicas share out       gathered before they are used, freed after their last use
+    activations in a store                moved out after the forward, back before the backward
+    order on each channel                 messages are received in the order of their sends
+    no deadlock                           with rendezvous sends, and so with eager ones, too
 
 The ranks' programs are enough for all checks: programs and messages define the only order, so no
 clock is needed.

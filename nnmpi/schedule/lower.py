@@ -7,8 +7,10 @@
 
 Two more for ZeRO 2 and 3, whose units are segments of a stage, here 1 and 2 of one rank:
 
-    split_stages       1F0 2F0                            2B0 1B0
-    shard_weights      1GATHER0 2GATHER0 1F0 1FREE0 2F0   1GATHER0 2B0 2REDUCE0 2FREE0 1B0 1REDUCE0 1FREE0
+    split_stages       1F0 2F0
+                       2B0 1B0
+    shard_weights      1GATHER0 2GATHER0 1F0 1FREE0 2F0
+                       1GATHER0 2B0 2REDUCE0 2FREE0 1B0 1REDUCE0 1FREE0
 
 A receive comes right before its use, a send right after its result, so no buffer lives longer than
 it must. Without `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and
@@ -164,7 +166,7 @@ def split_stages(schedule: Schedule, counts: Sequence[int]) -> Schedule:
 
 
 def shard_weights(schedule: Schedule, gathers: bool) -> Schedule:
-    """Sum each microbatch's gradients at once (ZeRO 2), and gather weights around their use (ZeRO 3).
+    """Sum each microbatch's gradients at once (ZeRO 2); gather weights around their use (ZeRO 3).
 
     The gradients of all segments of a rank pass through the same memory, so each sum comes before
     the next backward. Gathered weights lie in two slots, which a rank's segments use in turns: a

@@ -54,8 +54,8 @@ class Kind(StrEnum):
     REDUCE      the gradients of s are final: start their sum over the replicas, without waiting
     STEP        wait for that sum, and update the weights of s
 
-    REDUCE and STEP have no microbatch if they are for all microbatches together. GATHER and FREE name
-    the microbatch that is computed next, and last.
+    REDUCE and STEP have no microbatch if they are for all microbatches together. GATHER and FREE
+    name the microbatch that is computed next, and last.
     """
 
     F = "F"

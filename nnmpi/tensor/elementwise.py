@@ -99,7 +99,7 @@ class Pointwise(Elementwise):
 
 
 class AddLow(Elementwise):
-    """a + b of float32 and half precision, of one shape, which a device's kernel reads as they are."""
+    """a + b of float32 and half precision, of one shape, read as they are by a device's kernel."""
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)

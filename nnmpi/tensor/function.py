@@ -168,8 +168,8 @@ class Variable:
     def grad(self) -> Array | None:
         """The gradient, an array like `data`; None until a backward pass reaches this leaf.
 
-        A compiled step that changes it in place, or sets it to None, does so in its replays as well.
-        One that assigns another array stays eager.
+        A compiled step that changes it in place, or sets it to None, does so in its replays as
+        well. One that assigns another array stays eager.
         """
         recorder = active()
         if recorder is None or self._grad is None:

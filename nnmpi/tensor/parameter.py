@@ -136,8 +136,9 @@ class Parameter(Tensor):
         """Return the state of a copy, without gradient and storage: a copy gets its own."""
         if self.guard is not None:
             raise GraphError(
-                "a model in a Worker or a strategy cannot be copied or pickled; keep its values, such"
-                " as the best ones, by model.state() and model.load_state, or call its release()"
+                "a model in a Worker or a strategy cannot be copied or pickled; keep its values,"
+                " such as the best ones, by model.state() and model.load_state, or call its"
+                " release()"
             )
         saved = (
             "rank_local",
@@ -184,9 +185,9 @@ class Parameter(Tensor):
             storage = self.version.storage()
             if storage is not None and storage.keeps_parts:
                 raise UsageError(
-                    f"ZeRO has summed the gradient of {self.name}, and each rank keeps only its part:"
-                    " change model.storage.grads, or clip by optim.clip_by_global_norm, on all"
-                    " ranks; or give ShardedDataParallel stage=1"
+                    f"ZeRO has summed the gradient of {self.name}, and each rank keeps only its"
+                    " part: change model.storage.grads, or clip by optim.clip_by_global_norm, on"
+                    " all ranks; or give ShardedDataParallel stage=1"
                 )
         return super().grad
 

@@ -342,8 +342,8 @@ class Shard:
             way = "give that layer Sharding.REPLICATED"
         return LayoutError(
             f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.length}"
-            f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.gather_shards(x),"
-            f" or {way}"
+            f" elements of axis {self.axis}{left}; make it whole first, x ="
+            f" nnmpi.tensor.gather_shards(x), or {way}"
         )
 
 

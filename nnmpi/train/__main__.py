@@ -1,4 +1,4 @@
-"""`nnmpi train`: see `--help`. It begins on MPI's ranks, which --ranks starts, or simulated ones."""
+"""`nnmpi train`: see `--help`. It begins on MPI's ranks (--ranks starts them) or simulated ones."""
 
 import gc
 import os

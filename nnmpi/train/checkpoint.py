@@ -209,7 +209,7 @@ class Checkpoint:
             check_fit(given, expected, self.model.file)
 
     def weights(self) -> ArraySource:
-        """Return what gives the weights to use, `source_of` a file: their average if one is kept."""
+        """Return what gives the weights to use, `source_of` a file: the average if one is kept."""
         (read, specs, file), state = source_of(self.model), self.optimizer
 
         def used(name: str) -> Array:
@@ -530,8 +530,8 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         optimizer, group, storage = training.optimizer, training.group, training.model.storage
         if isinstance(loop, tuple) and storage.has_gradients and not storage.spent:
             raise UsageError(
-                "a checkpoint has no gradients, and the model has some that no update has used; save"
-                " after optimizer.step(), or after model.zero_grad() if they are not wanted"
+                "a checkpoint has no gradients, and the model has some that no update has used;"
+                " save after optimizer.step(), or after model.zero_grad() if they are not wanted"
             )
         plateau = getattr(optimizer.lr, "plateau", None)
         if plateau is not None and all(item is not plateau for item in objects.values()):
@@ -570,7 +570,7 @@ def _claim(folder: Path, run_id: str | None) -> str:
 
 
 def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
-    """Restore the last intact checkpoint of `save`, and return its position; {} if none. Collective.
+    """Restore the last intact checkpoint of `save` and return its position; {} if none. Collective.
 
     The loop then computes the same bits as an uninterrupted one: dropout depends on the optimizer's
     steps, and the order of the data on seed and epoch. The learning rate is the checkpoint's.
@@ -630,8 +630,8 @@ def _training(loop: Trained) -> Iterator[Training]:
     if not isinstance(loop, tuple | list):
         what = type(loop).__name__
         raise UsageError(
-            f"save and resume take a Worker, or (model, optimizer, group), not a {what}; a model's weights"
-            " alone: numpy.savez(file, **model.state())"
+            f"save and resume take a Worker, or (model, optimizer, group), not a {what}; a model's"
+            " weights alone: numpy.savez(file, **model.state())"
         )
     model, optimizer, group = loop
     if isinstance(group, Arrangement):

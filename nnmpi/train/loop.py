@@ -572,7 +572,7 @@ def _check_callback(name: Custom | None, callback: Callable[..., object] | None)
 
 
 def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[str]:
-    """Return a line if the schedule is no longer the one of a checkpoint, as with other --epochs."""
+    """Return a line if the schedule is no longer that of a checkpoint, as with other --epochs."""
     before = last.values.get("rate") if last is not None else None
     if before is None or before == run.schedule(step - 1):
         return []

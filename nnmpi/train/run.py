@@ -115,8 +115,8 @@ class Run(Drawn):
         tokenizer: the text's tokenizer, or None; in an opened run on rank 0 only.
         model: this rank's shard, initialized.
         arrangement: the layout of the model on the ranks.
-        step: updates of the initial weights; None for a model in Hugging Face's format, and with the
-            weights of another file.
+        step: updates of the initial weights; None for a model in Hugging Face's format, and with
+            the weights of another file.
     """
 
     config: Config

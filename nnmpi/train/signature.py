@@ -257,7 +257,8 @@ class ModelSignature:
             both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"
             raise DataError(
                 f"{name}[{row}] is from {least[row]:.4g} to {most[row]:.4g}, but the model's were"
-                f" bytes, and then from 0 to {top:.4g}; give them in either form{both if is_bytes[row] else ''}"
+                f" bytes, and then from 0 to {top:.4g}; give them in either form"
+                f"{both if is_bytes[row] else ''}"
             )
         result[is_bytes] *= np.asarray(self.scale, dtype)
         return result

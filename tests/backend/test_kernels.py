@@ -68,9 +68,13 @@ import numpy as np
 import nnmpi
 from nnmpi import nn, ops, optim
 from nnmpi.backend.kernels import jit
-model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+model = nn.Sequential(
+    nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+)
 model.initialize(0)
-ops.cross_entropy(model(nnmpi.Tensor(np.ones((2, 4, 4, 1), np.float32))), np.array([0, 1])).backward()
+ops.cross_entropy(
+    model(nnmpi.Tensor(np.ones((2, 4, 4, 1), np.float32))), np.array([0, 1])
+).backward()
 optim.Adam(model.storage).step()
 with jit(False):
     pass
@@ -93,7 +97,10 @@ def test_the_next_process_finds_the_machine_code(tmp_path):
 import numba
 from nnmpi.backend.jit import kernels as k
 found = [k.loop("softmax_loss"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
-print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cache_misses.values()) for f in found))
+print(
+    sum(sum(f.stats.cache_hits.values()) for f in found),
+    sum(sum(f.stats.cache_misses.values()) for f in found),
+)
 """
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 5"
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "5 0"

@@ -468,7 +468,7 @@ def backwards(xp, x):
 
 
 def test_blocks_keep_the_order_of_calls_on_one_memory(monkeypatch):
-    """Rows of one call are what another one reads backwards, or through another view of a buffer."""
+    """Rows of one call are what another reads backwards, or through another view of a buffer."""
     monkeypatch.setattr(tile, "ELEMENTS", 1)
     x = np.arange(8.0).reshape(2, 4)
     recorder, y = recorded(backwards, x)

@@ -1,4 +1,4 @@
-"""Random programs of NumPy inside an operation: eager, recorded and replayed they give the same bits.
+"""Random programs of NumPy inside an operation give the same bits eager, recorded and replayed.
 
 A program is a function of a seed, the shapes and the dtypes. What NumPy refuses is left out.
 """

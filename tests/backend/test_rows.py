@@ -173,8 +173,8 @@ def test_other_dtypes_and_operands_are_left_to_numpy():
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("formula", [updates, too_early, in_place])
 def test_rows_are_written_where_the_formula_says(formula, step, count):
-    """Of any strides, in blocks of NumPy's, too. What is read after it was overwritten, and rows with
-    gaps, are left to NumPy.
+    """Of any strides, in blocks of NumPy's, too. What is read after it was overwritten, and rows
+    with gaps, are left to NumPy.
     """
     for kernels in (load(), PLAIN):
         x, y = np.ones((2, count, 5 * step), np.float32)[..., ::step]

@@ -101,13 +101,13 @@ def test_importing_nnmpi_limits_numpy() -> None:
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": many,
     }
-    code = "import sys, nnmpi.comm.prove, nnmpi.comm.algorithms.registry, nnmpi.schedule.check\n"
-    code += (
+    code = (
+        "import sys, nnmpi.comm.prove, nnmpi.comm.algorithms.registry, nnmpi.schedule.check\n"
         "print('numpy' in sys.modules, sum(name.startswith('nnmpi') for name in sys.modules) <"
         " 30)\n"
+        "import threadpoolctl, nnmpi.ops\n"
+        "print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()])"
     )
-    code += "import threadpoolctl, nnmpi.ops\n"
-    code += "print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()])"
     root = Path(__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True
@@ -124,10 +124,17 @@ def main(group):
     weights = numpy.ones((512, 512), numpy.float32)
     for _ in range(6):
         group.all_reduce((rows.T @ (rows @ weights)).reshape(-1), "ring")
-    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    return [
+        pool["num_threads"]
+        for pool in threadpoolctl.threadpool_info()
+        if pool["user_api"] == "blas"
+    ]
 
 runs = {n: nnmpi.simulate(main, n, parse_network("alpha_us=20,gbit=10", n)) for n in (1, 4)}
-print({threads for run in runs.values() for found in run for threads in found}, runs[1].seconds / runs[4].seconds)
+print(
+    {threads for run in runs.values() for found in run for threads in found},
+    runs[1].seconds / runs[4].seconds,
+)
 """
 
 

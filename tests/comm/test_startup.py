@@ -29,7 +29,9 @@ import time
 from types import SimpleNamespace
 from math import inf
 from nnmpi.comm.mpi.start import wait_for_all_ranks_to_start
-wait_for_all_ranks_to_start(SimpleNamespace(Init_thread=time.sleep, THREAD_MULTIPLE={seconds}), {limit_s})
+wait_for_all_ranks_to_start(
+    SimpleNamespace(Init_thread=time.sleep, THREAD_MULTIPLE={seconds}), {limit_s}
+)
 print("up")
 """
 
@@ -151,9 +153,11 @@ def test_a_user_without_a_home_has_no_cache_after_the_start_either() -> None:
 
 
 def test_a_launcher_that_ends_a_refused_job_adds_no_sentence(tmp_path: Path) -> None:
-    program = "import atexit, os, nnmpi; from nnmpi.base.early import explain_signals\n"
-    program += "explain_signals(); nnmpi.start(); atexit.register(os.kill, os.getpid(), 15)\n"
-    program += "nnmpi.Layout(reduction='fixed', zero=1)"
+    program = (
+        "import atexit, os, nnmpi; from nnmpi.base.early import explain_signals\n"
+        "explain_signals(); nnmpi.start(); atexit.register(os.kill, os.getpid(), 15)\n"
+        "nnmpi.Layout(reduction='fixed', zero=1)"
+    )
     words = [*job.mpirun(2), sys.executable, "-c", program]
     ending = job.run(words, tmp_path / "output", 60, cwd=ROOT)
     assert ending.status == 2 and ending.output.count("nnmpi:") == 1, ending.output

@@ -106,7 +106,7 @@ def test_the_rule_of_a_run_tells_bytes_from_scaled_floats() -> None:
 
 
 def rows(draw: Draw, count: int) -> tuple[list[str], list[list[str]]]:
-    """Return a table as people have them: German numbers, units, dates, texts, gaps, big numbers."""
+    """Return a table as people have it: German numbers, units, dates, texts, gaps, big numbers."""
     header = ["Id", "Preis", "Anteil", "Tag", "Farbe", "Notiz", "Menge"]
     result = []
     for _ in range(count):

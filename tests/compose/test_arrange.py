@@ -315,8 +315,8 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
         (
             {"pipeline": "2f2b"},
             (
-                "pipeline is '2f2b'; it must be one of naive, gpipe, 1f1b, interleaved, zero-bubble,"
-                " .*, pipedream or a callable"
+                "pipeline is '2f2b'; it must be one of naive, gpipe, 1f1b, interleaved,"
+                " zero-bubble, .*, pipedream or a callable"
             ),
         ),
         ({"pipeline": "inference"}, "pipeline is 'inference'; it must be one of naive"),

@@ -51,8 +51,8 @@ def tokens() -> Dataset:
 def dropping() -> nn.Module:
     """Return a model with running statistics and masks."""
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3),
-        nn.Linear(16, 3),
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Dropout(0.3), nn.Linear(16, 3),
     )  # fmt: skip
 
 
@@ -303,7 +303,8 @@ def test_a_fixed_order_of_sums(group: Group) -> None:
 
     def make() -> nn.Module:
         return nn.Sequential(
-            nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm(5), nn.Tanh(), nn.BatchNorm(5), nn.Linear(5, 3)
+            nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm(5), nn.Tanh(), nn.BatchNorm(5),
+            nn.Linear(5, 3)
         )  # fmt: skip
 
     layout = Layout(dp=group.size, reduction="fixed")

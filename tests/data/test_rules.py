@@ -1,4 +1,4 @@
-"""Tables are read by rules: of their file, their columns and the run; what two rules fit is refused."""
+"""Tables are read by rules: of file, columns and run; what two rules fit is refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace

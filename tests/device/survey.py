@@ -1,12 +1,12 @@
 """python tests/device/survey.py: write down the names and parameters of the installed CuPy, for the
 fake one.
 
-    name            as                                        of
-    "sum"           "function a, axis=, dtype=, out=, ..."    anything that is called, without the defaults' values
-    "add"           "ufunc x1, x2, /, out=, *, casting=..."   an elementwise function
-    "float32"       "type"                                    a class
-    "linalg"        "module"
-    "pi"            "value"
+    name       as                                       of
+    "sum"      "function a, axis=, dtype=, out=, ..."   anything called, without defaults' values
+    "add"      "ufunc x1, x2, /, out=, *, casting=..."  an elementwise function
+    "float32"  "type"                                   a class
+    "linalg"   "module"
+    "pi"       "value"
 
 It asks the library only for its names, so it needs no device. `--print` writes to the standard
 output instead.

@@ -273,7 +273,7 @@ class Magnitude(nn.Module):
 def test_a_gradient_that_alone_is_not_finite_ends_the_run(
     device: Backend, group: Group, late: bool
 ) -> None:
-    """The loss is finite, and so is the next step's gradient, which is there when the norm is read."""
+    """The loss is finite; so is the next step's gradient, which is there when the norm is read."""
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((40, 4)).astype("float32"), draw.integers(0, 3, 40)
     dataset = Dataset("numbers", x, y, 3)

@@ -139,18 +139,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def slowest(suites: list[Suite], count: int) -> str:
-    """Return the tests that took most processor time, on all their ranks, and their share of all."""
+    """Return the tests that took most processor time on all their ranks, and their share of all."""
     costs = sorted(
         ((cpu_s, suite.name, test) for suite in suites for test, cpu_s in suite.cpu_s.items()),
         reverse=True,
     )
-    total_s, most = sum(cpu_s for cpu_s, *_ in costs), costs[:count]
-    part_s = sum(cpu_s for cpu_s, *_ in most)
+    all_s, top = sum(cpu_s for cpu_s, *_ in costs), costs[:count]
+    top_s = sum(cpu_s for cpu_s, *_ in top)
     return "\n".join(
         [
             "",
-            f"==== the {len(most)} slowest tests: {part_s:.0f} s of {total_s:.0f} s of processors ====",
-            *(f"{cpu_s:8.2f} s  {name:>7}  {test}" for cpu_s, name, test in most),
+            f"==== the {len(top)} slowest tests: {top_s:.0f} s of {all_s:.0f} s of processors ====",
+            *(f"{cpu_s:8.2f} s  {name:>7}  {test}" for cpu_s, name, test in top),
             "",
         ]
     )

@@ -19,8 +19,8 @@ name, a small number more often, and on twice as many if it is about messages an
 themselves and this is no quick run; `scripts/test` has K = 1. Without it a test runs on all of
 them, and on few ranks with several seeds. What is no test of messages and collectives themselves is
 dealt to at most 12, the fewest with three axes of ranks that differ, and whole trainings
-(`equivalence`) to at most 6, since rows of their own have three axes on 8; on the double of a device
-to at most 4.
+(`equivalence`) to at most 6, since rows of their own have three axes on 8; on the double of a
+device to at most 4.
 """
 
 import inspect

@@ -13,7 +13,7 @@ nothing more happens. The supervisor is the real one. Then
     each start ends with an error that has a name, or well
     no checkpoint is lost that was written
     the supervisor proves the end, with whole metrics
-    ranks that train in step, in a fixed order of sums, end with the bits of a run that nothing happened to
+    ranks that train in step, in a fixed order of sums, end with the bits of an undisturbed run
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def test_plain_and_rest_are_all(ranks: int, tmp_path: Path) -> None:
 
     def passed(among: list[int], everything: bool, rest: bool) -> set[str]:
         words = left_out.options(ranks, among, everything, rest)
-        words += f"-p tests.harness.simulated -c {ROOT}/setup.cfg --rootdir {tmp_path} {tmp_path}".split()
-        suite = Suite(ranks, words, 100, 30, lambda words: None)
+        more = f"-p tests.harness.simulated -c {ROOT}/setup.cfg --rootdir {tmp_path} {tmp_path}"
+        suite = Suite(ranks, words + more.split(), 100, 30, lambda words: None)
         suite.run()
         assert not suite.failures
         return {name for name, outcome in suite.outcomes.items() if outcome == PASSED}

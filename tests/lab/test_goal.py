@@ -87,7 +87,9 @@ PAIR = "num_ranks 2\nrank 0 {{\n{}\n}}\nrank 1 {{\n{}\n}}"
         # a short message leaves before it is awaited, a long one does not
         (PAIR.format("send 8b to 1", "a: calc 900000\nr: recv 9b from 0\nr requires a"), 900_000),
         (
-            PAIR.format("send 8000b to 1 tag 2", "a: calc 9\nr: recv 8000b from 0 tag 2\nr requires a"),
+            PAIR.format(
+                "send 8000b to 1 tag 2", "a: calc 9\nr: recv 8000b from 0 tag 2\nr requires a"
+            ),
             18_009,
         ),
     ],

@@ -37,7 +37,9 @@ SCRIPT = """#!/bin/sh
 printf '%s\\n' "$*" >> {folder}/commands
 count=$(wc -l < {folder}/commands)
 run={folder}/run
-up() {{ mkdir -p $run/checkpoints; echo '{{}}' > $run/config.json; echo '{{}}' >> $run/starts.jsonl; }}
+up() {{
+    mkdir -p $run/checkpoints; echo '{{}}' > $run/config.json; echo '{{}}' >> $run/starts.jsonl
+}}
 checkpoint() {{ mkdir -p $run/checkpoints/step-$1; }}
 finish() {{ echo '{{}}' > $run/finished.json; }}
 stop() {{ echo '{{"step": 2, "of_steps": 9}}' > $run/finished.json; }}
@@ -411,7 +413,7 @@ def killed_and_again(folder: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path: Path) -> None:
-    """Of ours, the launcher's and the transports': what a run makes is seen, not a list of names."""
+    """Ours, the launcher's and the transports': what a run makes is seen, not a list of names."""
     # the checkout stays, with its interpreter: .ci/run has both in /tmp
     mounts = (
         f"mount --bind {tmp_path} /mnt && mount --bind {ROOT} /srv && mount -t tmpfs none /tmp"

@@ -159,8 +159,8 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.sharding import Sharding
 
 def build(sample_shape, classes):
-    model = Sequential(Linear(sample_shape[0], 9), Tanh(), Linear(9, 7), Tanh(), Linear(7, 7), Tanh(), Linear(7, 6),
-                       Tanh(), Linear(6, classes))
+    model = Sequential(Linear(sample_shape[0], 9), Tanh(), Linear(9, 7), Tanh(), Linear(7, 7),
+                       Tanh(), Linear(7, 6), Tanh(), Linear(6, classes))
     model.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW}
     return model
 
@@ -272,11 +272,9 @@ def test_what_does_not_fit_is_one_sentence_on_all_ranks(
 @pytest.mark.mpi
 def test_more_stages_than_layers_are_refused(group: Group) -> None:
     if group.size > 1:
+        words = f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2"
         with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
-            main(
-                f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2".split(),
-                group,
-            )
+            main(words.split(), group)
 
 
 @pytest.mark.mpi

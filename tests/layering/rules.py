@@ -135,8 +135,8 @@ def defining_module(tree: Tree) -> Iterator[str]:
     for source, result in _inside(tree):
         if result.target in tree.packages and source.module != PACKAGE:
             yield (
-                f"{source.path}:{result.line}: imports the package {result.target}; import the module"
-                " that defines it"
+                f"{source.path}:{result.line}: imports the package {result.target}; import the"
+                " module that defines it"
             )
         elif (
             source.is_init
@@ -164,7 +164,7 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
 
 
 def one_writer_of_json(tree: Tree) -> Iterator[str]:
-    """JSON is written and read by base/files.py, without NaN; messages between ranks may have it."""
+    """base/files.py writes and reads JSON, without NaN; messages between ranks may have it."""
     for source in tree.sources:
         for node in source.nodes:
             if (

@@ -62,7 +62,9 @@ def sources(folder: Path) -> dict[str, Source]:
         "a dictionary": (lambda: table["n"], lambda n: table.update(n=n)),
         "a list": (lambda: listed[0], lambda n: listed.__setitem__(0, n)),
         "an object": (lambda: spaced.n, lambda n: setattr(spaced, "n", n)),
-        "an object deep inside": (lambda: deep[0]["a"][0].n, lambda n: setattr(deep[0]["a"][0], "n", n)),
+        "an object deep inside": (
+            lambda: deep[0]["a"][0].n, lambda n: setattr(deep[0]["a"][0], "n", n)
+        ),
         "a class": (lambda: Own.number, lambda n: setattr(Own, "number", n)),
         "a short array": (lambda: float(small[1]), lambda n: small.__setitem__(1, n)),
         "a long array": (lambda: float(long[77]), lambda n: long.__setitem__(77, n)),
@@ -80,7 +82,9 @@ def sources(folder: Path) -> dict[str, Source]:
             lambda: float(loader.batch_size),
             lambda n: setattr(loader, "batch_size", int(n)),
         ),
-        "a tensor's array": (lambda: float(tensor.data[0]), lambda n: tensor.data.__setitem__(0, n)),
+        "a tensor's array": (
+            lambda: float(tensor.data[0]), lambda n: tensor.data.__setitem__(0, n)
+        ),
     }  # fmt: skip
     for _, put in made.values():
         put(1.0)

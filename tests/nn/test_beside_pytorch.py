@@ -141,7 +141,9 @@ SIDES = RNG.random((2, 4, 5))
 LOSSES: dict[str, tuple[Any, Any]] = {
     "weights": (lambda t, w: t.CrossEntropyLoss(w, ignore_index=-100), LABELS),
     "weights sum": (lambda t, w: t.CrossEntropyLoss(w, ignore_index=-100, reduction="sum"), LABELS),
-    "weights none": (lambda t, w: t.CrossEntropyLoss(w, ignore_index=0, reduction="none"), LABELS % 5),
+    "weights none": (
+        lambda t, w: t.CrossEntropyLoss(w, ignore_index=0, reduction="none"), LABELS % 5
+    ),
     "weights smooth": (
         lambda t, w: t.CrossEntropyLoss(w, ignore_index=-100, label_smoothing=0.2),
         LABELS,

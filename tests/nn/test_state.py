@@ -138,7 +138,8 @@ def test_there_and_back():
         made(np.random.default_rng(0).standard_normal((5, 3)).astype("float32"))
     state = made.state()
     assert list(state) == [
-        "0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_variance",
+        "0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias",
+        "1.running_mean", "1.running_variance",
     ]  # fmt: skip
     saved = {name: values.copy() for name, values in state.items()}
     for flat in made.storage.data:

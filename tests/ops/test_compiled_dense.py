@@ -206,7 +206,7 @@ def test_layer_normalization(shape, compiled_calls):
 
 
 def test_equal_numbers_are_normalized_to_nothing():
-    """Their mean in float32 may be another number, whose difference 1 / sqrt(eps) would multiply."""
+    """Their float32 mean may be another number, whose difference 1 / sqrt(eps) would multiply."""
     x, ones = np.full((3, 1000), 1 / 3, np.float32), np.ones(1000, np.float32)
     with jit(True):
         assert not layer_norm(*map(Tensor, (x, ones, 0 * ones))).data.any()

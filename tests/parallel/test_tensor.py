@@ -147,8 +147,8 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
         lambda: nn.Sequential(nn.Linear(2, 2)),
         {"0": H},
         (
-            "'0' has type Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB, ROW"
-            " or REPLICATED"
+            "'0' has type Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB,"
+            " ROW or REPLICATED"
         ),
     ),
     (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": H}, "shape of a sample"),

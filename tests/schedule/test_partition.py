@@ -32,7 +32,7 @@ def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
 
 @drawn(many_layers, st.data())
 def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject) -> None:
-    """Nor without a limit; where none is within it, the sentence says what the least possible is."""
+    """Nor without a limit; where none is within it, the sentence says the least possible."""
     stages = data.draw(st.integers(1, len(times)))
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(times), max_size=len(times)))
     limit = data.draw(st.none() | st.integers(0, 20))

@@ -1,4 +1,4 @@
-"""Whatever the repository holds as a program is run by a check: nobody finds out first that it died.
+"""What the repository holds as a program is run by a check: nobody finds out first that it died.
 
 A program is run where a command of the checks' shell scripts names it, or where one that is run
 starts it: its folder's modules name its file or its module.

@@ -50,7 +50,7 @@ def extremum(function):
 
 
 def once(mask):
-    """Return a function of a tensor: the mask where the tensor is, copied there by the first call."""
+    """Return a function of a tensor: the mask where it is, copied there by the first call."""
     copied = cache(lambda library: library.asarray(mask))
     return lambda x: copied(namespace(x.data))
 

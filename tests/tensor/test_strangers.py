@@ -1,4 +1,4 @@
-"""Arrays of other libraries, where users give them, and Tensors where other libraries take arrays."""
+"""Other libraries' arrays, where users give them, and Tensors where other libraries take arrays."""
 
 from collections.abc import Callable
 from typing import Any

@@ -173,7 +173,8 @@ def test_a_callback_is_told_each_record_once() -> None:
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         (
             "--loss own.py:number --pp 3",
-            "the loss returned an instance of float for labels of shape .*; return one value for each label",
+            "the loss returned an instance of float for labels of shape .*; return one value for"
+            " each label",
         ),
         ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
         ("--loss own.py:of_each", "the loss returned values of shape .* for labels of shape"),

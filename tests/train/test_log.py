@@ -56,8 +56,8 @@ def test_percent() -> None:
 
 def shell(command: str, end: str = "") -> tuple[int, str]:
     program = (
-        "from nnmpi.base.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999);"
-        " c.say('c')"
+        "from nnmpi.base.command import Console; c = Console(False); c.say('a');"
+        " c.say('b' * 99999); c.say('c')"
     )
     program += f"; {end}" * bool(end)
     done = subprocess.run(

@@ -21,15 +21,18 @@ from nnmpi.train.config import (
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
-model hidden activation dropout layers features heads experts experts_top experts_capacity context pretrained
+model hidden activation dropout layers features heads experts experts_top experts_capacity
+context pretrained
 dataset tokenizer text_columns text_samples target drop sample_shape decimal data_dir
 test_fraction augment partition normalize
-epochs max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule warmup_epochs
+epochs max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule
+warmup_epochs
 label_smoothing class_weights precision clip ema dp pp tp sp pipeline virtual_stages split
-reduction zero expert_parallel memory_limit activation_memory offload offload_state allreduce layout microbatches
+reduction zero expert_parallel memory_limit activation_memory offload offload_state allreduce
+layout microbatches
 sync staleness local_steps outer_lr outer_momentum slow network simulate ranks backend dtype
-jit seed out resume trust config log_every callback quiet verbose eval_every save_every trace keep_best
-early_stopping least_gain stall_limit
+jit seed out resume trust config log_every callback quiet verbose eval_every save_every trace
+keep_best early_stopping least_gain stall_limit
 """
 
 

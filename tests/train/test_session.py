@@ -291,7 +291,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
 def test_progress_is_printed_inside_an_epoch(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rewritten on a terminal, and in console.txt a line when one of a log is due; none if quiet."""
+    """Rewritten on a terminal; in console.txt a line when one of a log is due; none if quiet."""
     monkeypatch.setattr("nnmpi.train.log.SHOW_EVERY_S", 0.0)
     for words, is_watched, log_s in (
         ("", False, 0.0),

@@ -51,8 +51,8 @@ LAYOUTS = {
 def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: float = 1.0) -> Path:
     """Train on simulated ranks in this process; return the run's folder."""
     run = (
-        folder
-        / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}-{len(list(folder.iterdir()))}"
+        folder / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+        f"-{len(list(folder.iterdir()))}"
     )
     on_ranks(main, [*words.split(), "--out", str(run)], ranks, seed=seed, cpu_factor=cpu_factor)
     return run

@@ -16,20 +16,20 @@ from tests.train.jobs import lines, once, send, train
 NET = """
 import os, time
 from nnmpi import nn
-
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
 class Slow(nn.Module):
     def __init__(self):
         self.calls = 0
     def forward(self, x):
         self.calls += 1
-        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+        if self.calls == 12 and RANK == "1":
             time.sleep(100)
         return x
 
 class Pausing(Slow):
     def forward(self, x):
         self.calls += 1
-        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+        if self.calls == 12 and RANK == "1":
             open("pausing", "w").close()
             for _ in range(30):
                 time.sleep(0.1)
@@ -38,7 +38,7 @@ class Pausing(Slow):
 class Computing(Slow):
     def forward(self, x):
         self.calls += 1
-        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "2":
+        if self.calls == 12 and RANK == "2":
             end = time.monotonic() + 9
             while time.monotonic() < end:
                 sum(range(9999))
@@ -116,9 +116,11 @@ def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
         if stopped:
             send(signal.SIGSTOP, str(tmp_path), "ranks", rank=2)
 
-    words = f"--model net.py:{'awake' if stopped else 'computing'} --dataset iris --no-jit "
-    words += f"--epochs {4000 if stopped else 40} --out {tmp_path}/run --stall-limit 6"
-    words += " --log-every 1"
+    words = (
+        f"--model net.py:{'awake' if stopped else 'computing'} --dataset iris --no-jit "
+        f"--epochs {4000 if stopped else 40} --out {tmp_path}/run --stall-limit 6"
+        " --log-every 1"
+    )
     begun = once(lambda: lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
     ending = train(tmp_path, words, ranks=3, is_lost=begun)
     if stopped:

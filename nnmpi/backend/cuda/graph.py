@@ -12,8 +12,8 @@
 
 A launch of a graph costs the host a few microseconds, however many kernels are in it. The capture
 sees memory as the eager step does: an array that is freed serves another result. So a recorded step
-needs no more memory than an eager one. Numbers that differ between steps lie in device memory, which
-is written before a launch.
+needs no more memory than an eager one. Numbers that differ between steps lie in device memory,
+which is written before a launch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GraphMemory:
         return result
 
     def room_for(self, array: Array) -> Array:
-        """Return an uninitialized array in this memory, like another one, for the current stream."""
+        """Return an uninitialized array in this memory, like another, for the current stream."""
         with self.inside():
             result: Array = self.xp.empty_like(array)
         return result
@@ -136,8 +136,8 @@ _streams = local()
 def stream_of(xp: ModuleType) -> Any:
     """Return this thread's stream for captures on its current device.
 
-    The default stream cannot be captured. There is one for all steps, since cuBLAS keeps a workspace
-    for each stream.
+    The default stream cannot be captured. There is one for all steps, since cuBLAS keeps a
+    workspace for each stream.
     """
     name = f"stream{xp.cuda.runtime.getDevice()}"
     if not hasattr(_streams, name):

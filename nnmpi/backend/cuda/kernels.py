@@ -624,8 +624,8 @@ def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
 
 
 def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:
-    """Return a row-major matrix, and the elements from one row to the next: x itself if `empty_rows`
-    may have made it, else a contiguous copy.
+    """Return a row-major matrix, and the elements from one row to the next: x itself if
+    `empty_rows` may have made it, else a contiguous copy.
     """
     lead, least = x.strides[0] // x.itemsize, x.shape[1]
     if x.strides[1] == x.itemsize and least <= lead < least + 16 // x.itemsize:

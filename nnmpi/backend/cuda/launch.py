@@ -151,9 +151,8 @@ class KernelLauncher:
             refuse_host(name, array)
             if role not in "XY" and not array.flags.c_contiguous:
                 raise UsageError(
-                    f"the kernel {name} needs contiguous arrays, but got one of shape"
-                    f" {array.shape} with strides {array.strides}; pass it through"
-                    " ascontiguousarray"
+                    f"the kernel {name} needs contiguous arrays, but got one of shape {array.shape}"
+                    f" with strides {array.strides}; pass it through ascontiguousarray"
                 )
         if like is not None:
             arrays.append(("T", like))

@@ -83,8 +83,8 @@ class Faults:
 # The seconds of a poll for messages when computing takes none. With 0, a rank that polls would keep
 # the earliest clock and the turn for ever.
 POLL_S = 1e-7
-# Polls until a deadlock is reported, while all ranks poll or wait, and no message is under way. Each
-# of them takes longer than the one before, minutes in all: a loop with a time limit comes to it.
+# Polls until a deadlock is reported, while all ranks poll or wait, and no message is under way.
+# Each takes longer than the one before, minutes in all: a loop with a time limit comes to it.
 FRUITLESS_POLLS = 20_000
 LONGER = 1.0007
 MOST_RANKS = 10_000  # threads of one process

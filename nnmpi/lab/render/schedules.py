@@ -100,7 +100,7 @@ def render(schedule: Schedule, costs: Costs | None = None) -> str:
 
 
 def programs(schedule: Schedule) -> list[str]:
-    """Return a line for each rank: its instructions in order; those in brackets are posted together.
+    """Return a line for each rank: its instructions in order; those in brackets posted together.
 
     rank 0  0F0 0SEND_ACT0 0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 ...
     """

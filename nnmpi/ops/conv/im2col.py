@@ -12,8 +12,8 @@
 A block is a few images, or some rows of a large one, so that on the host the columns stay in the
 processor's cache between the copy and the product.
 
-If a window's rows are short (few channels), the matrix is stored transposed, and the copy runs along
-the images' rows instead.
+If a window's rows are short (few channels), the matrix is stored transposed, and the copy runs
+along the images' rows instead.
 
 A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradient in float32.
 """

@@ -5,7 +5,7 @@
     float32, float16, bfloat16, with cuDNN     ByCudnn; Im2col computes what it has no plan for
     otherwise                                  Im2col
 
-    weight (kh, kw, c / groups, o)  --a copy, in the images' dtype-->  kernels (o, kh, kw, c / groups)
+    weight (kh, kw, c / groups, o) --a copy, in the images' dtype--> kernels (o, kh, kw, c / groups)
 
 cuDNN reads and writes images where they are, and kernels with the input channels last. The copy
 would be one in half precision anyway, whose weights are float32; it serves forward and backward.

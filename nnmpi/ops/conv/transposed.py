@@ -7,8 +7,8 @@ Forward and backward change places with an ordinary convolution C from (H, W, o)
     forward     y = C's input gradient for the output gradient x
     backward    dx = C(dy),     dW = C's weight gradient for images dy and output gradient x
 
-So the algorithms of convolutions compute both. Dumoulin and Visin, "A guide to convolution arithmetic for deep
-learning", 2016, section 4.
+So the algorithms of convolutions compute both. Dumoulin and Visin, "A guide to convolution
+arithmetic for deep learning", 2016, section 4.
 """
 
 import numpy as np

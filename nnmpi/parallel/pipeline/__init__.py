@@ -7,8 +7,8 @@
     stage       Stage           computes: forward and backward of one microbatch; its saved values
     boundary    StageBoundary   sends and receives: activations forward, gradients back
 
-Read `compose.walk` first, then stage and boundary. `memory.layers` measures the cost of each layer of
-a chain, so that a model can be cut into stages of equal cost.
+Read `compose.walk` first, then stage and boundary. `memory.layers` measures the cost of each layer
+of a chain, so that a model can be cut into stages of equal cost.
 
 To change, open:
 

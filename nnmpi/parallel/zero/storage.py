@@ -424,7 +424,7 @@ class ShardedStorage(FlatStorage):
         return [mine if is_own else array for array, mine, is_own in rows]
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
-        """See `FlatStorage._bind`; values that a gather overwrites, or ranks share, are read-only."""
+        """See `FlatStorage._bind`; values that a gather overwrites or ranks share are read-only."""
         bound = super()._bind(span)
         is_own = self.rank_local[span.buffer]
         in_slot = self._rooms and self.stage == 3

@@ -2,9 +2,9 @@
 
 The process has only the parts of nnmpi that solutions are written with. Before it loads the
 solution, it closes imports to all but the solution's own source files. An audit hook refuses what
-no solution needs: other files, processes, the network, ctypes, machine code. The hook tells students
-what they may not do, and is no sandbox: that is `exercise.wall`. docs/grading.md says what holds
-where.
+no solution needs: other files, processes, the network, ctypes, machine code. The hook tells
+students what they may not do, and is no sandbox: that is `exercise.wall`. docs/grading.md says what
+holds where.
 """
 
 import _imp

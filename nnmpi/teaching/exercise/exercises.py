@@ -139,7 +139,8 @@ def measure_collective(
     return where, numbers, _drawing(steps)
 
 
-_FORM = """The buffer is cut into as many chunks as there are ranks. Return the rank's list of steps, such as
+_FORM = """\
+The buffer is cut into as many chunks as there are ranks. Return the rank's list of steps, such as
     Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
 This step sends chunk 0 to rank 1, and adds the chunk 2 that rank 3 sends to its own. Without reduce
 it would replace its own. A step may also only send, or only receive."""

@@ -159,8 +159,8 @@ def read(spec, parts=0):
         if rest or number < 0 or number % blocks:
             raise ValueError(
                 f"a buffer of {size} bytes, of which {offset * extent} are left out, does not hold"
-                f" {'an equal number' if blocks > 1 else 'a whole number'} of elements of"
-                f" {extent} bytes{f' for each of {blocks} ranks' if blocks > 1 else ''}; give counts"
+                f" {'an equal number' if blocks > 1 else 'a whole number'} of elements of {extent}"
+                f" bytes{f' for each of {blocks} ranks' if blocks > 1 else ''}; give counts"
             )
         number //= blocks
     (number,) = _whole([number])
@@ -205,7 +205,7 @@ def _spread(values, parts):
 
 
 def read_types(spec, parts):
-    """Return a `BufferPart` for each rank, of which each has its count, offset in bytes and datatype."""
+    """Return a `BufferPart` for each rank, each with its count, offset in bytes and datatype."""
     if not isinstance(spec, list | tuple) or not 2 <= len(spec) <= 4:
         raise ValueError("a message of several datatypes is [buffer, counts, offsets, datatypes]")
     buffer, *rest, datatypes = spec

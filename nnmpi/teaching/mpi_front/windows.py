@@ -49,7 +49,7 @@ class Win(FrontHandle):
         return cls._of((wire, parts))
 
     def Shared_query(self, rank):
-        """Return a rank's memory, and bytes of a step; for PROC_NULL the first that is not empty."""
+        """Return a rank's memory and bytes of a step; for PROC_NULL the first that is not empty."""
         _, parts = self._given()
         if rank == PROC_NULL:
             rank = next((at for at, (part, _) in enumerate(parts) if part.size), 0)

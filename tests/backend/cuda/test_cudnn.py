@@ -63,7 +63,7 @@ def operations(backend: Backend) -> Cudnn:
 
 
 def convolved(backend: Backend, dtype: Any, function: Any = conv2d) -> list[Any]:
-    """Return a convolution's result and gradients in the host's memory, always of the same arrays."""
+    """Return a convolution's result and gradients in host memory, always of the same arrays."""
     rng = np.random.default_rng(0)
     shapes = ((2, 6, 5, 4), (3, 3, 4, 4), (4,))
     x, weight, bias = (

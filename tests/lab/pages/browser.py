@@ -27,7 +27,8 @@ WIDTHS = {"phone": 360, "desk": 1280}
 
 # What tests call in a page.
 HELP = """
-const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const press = (key) =>
+  document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 const move = (label, at) => {
   const input = document.querySelector(`input[aria-label="${label}"]`);
   input.value = at;
@@ -38,7 +39,8 @@ const take = (number, name) => {
   choose.value = name;
   choose.dispatchEvent(new Event("change"));
 };
-const texts = (selector) => [...document.querySelectorAll(selector)].map((each) => each.textContent);
+const texts = (selector) =>
+  [...document.querySelectorAll(selector)].map((each) => each.textContent);
 const count = (selector) => document.querySelectorAll(selector).length;
 """
 

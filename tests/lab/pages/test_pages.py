@@ -156,7 +156,8 @@ def test_a_pipeline_is_stepped_through(
     pipeline: str, tmp_path: Path, width: str, dark: bool
 ) -> None:
     script = """
-        const told = [texts(".figures")[0], texts(".clock")[0]], theme = () => document.documentElement.dataset.theme;
+        const told = [texts(".figures")[0], texts(".clock")[0]];
+        const theme = () => document.documentElement.dataset.theme;
         const ask = (name) => dispatchEvent(new MessageEvent("message", { data: { theme: name } }));
         const own = theme();
         ask("light"); const light = theme(); ask("dark"); const dark = theme(); ask("");

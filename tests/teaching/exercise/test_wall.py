@@ -17,7 +17,9 @@ import numpy
 from nnmpi.teaching.exercise.wall import raise_wall
 
 secret, library = sys.argv[1], os.path.dirname(os.__file__)
-raise_wall([item.path for item in os.scandir(library) if item.name != "site-packages"], [library], 50)
+raise_wall(
+    [item.path for item in os.scandir(library) if item.name != "site-packages"], [library], 50
+)
 folder = os.path.dirname(secret)
 tries = {
     "kill": lambda: os.kill(os.getppid(), 0),

@@ -295,7 +295,9 @@ RIGHT = {
         import plain; plain.SEEN.append(rank); comm.Barrier(); print(plain.SEEN)
         import talks, outer.inner
         outer.inner.count(10)
-        print(talks.rank, talks.total, outer.inner.RANK, outer.inner.counted, outer.talks is talks)"""
+        print(
+            talks.rank, talks.total, outer.inner.RANK, outer.inner.counted, outer.talks is talks
+        )"""
     ),
     "functions for the end": (
         """\
@@ -370,7 +372,9 @@ RIGHT = {
         """\
         print(comm.allreduce(rank + 1, op=lambda x, y: x * y))
         data = np.full(1, rank)
-        requests = [comm.Irecv(data, (rank - 1) % size), comm.Isend(np.full(1, rank), (rank + 1) % size)]
+        requests = [
+            comm.Irecv(data, (rank - 1) % size), comm.Isend(np.full(1, rank), (rank + 1) % size)
+        ]
         while any(each != MPI.REQUEST_NULL for each in requests):
             for each in requests:
                 each.Test()
@@ -384,8 +388,13 @@ RIGHT = {
         requests = [comm.Irecv([y, 4, MPI.DOUBLE], left, 7), comm.Isend([x, MPI.DOUBLE], right, 7)]
         MPI.Request.Waitall(requests)
         print(rank, y[:4], comm.sendrecv({"from": rank}, right, 1, None, left, 1))
-        comm.Sendrecv(x, dest=left, sendtag=2, recvbuf=y, source=right, recvtag=MPI.ANY_TAG, status=status)
-        print(rank, y[:4], status.Get_source() == right, status.Get_tag(), status.Get_count(MPI.DOUBLE))
+        comm.Sendrecv(
+            x, dest=left, sendtag=2, recvbuf=y, source=right, recvtag=MPI.ANY_TAG, status=status
+        )
+        print(
+            rank, y[:4], status.Get_source() == right, status.Get_tag(),
+            status.Get_count(MPI.DOUBLE),
+        )
         request = comm.isend("x" * rank, left)
         received = comm.irecv(source=right)
         comm.Send([None, MPI.BYTE], left, 5); comm.Recv([None, MPI.BYTE], right, 5)
@@ -414,7 +423,8 @@ RIGHT = {
     ),
     "arguments by their names": (
         """\
-        right, left, status, request = (rank + 1) % size, (rank - 1) % size, MPI.Status(), MPI.Request()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        status, request = MPI.Status(), MPI.Request()
         request.Wait(); print(request.Test(), request == MPI.REQUEST_NULL)
         x = np.zeros(1)
         comm.Sendrecv(np.ones(1), right, 4, x, left, 4, status)
@@ -428,20 +438,30 @@ RIGHT = {
         print(rank, request.wait())
         data = np.zeros(1, int); request = comm.Irecv(data, left); comm.Barrier()
         comm.Rsend(np.full(1, rank), dest=right); request.Wait(); print(rank, data)
-        print(rank, comm.sendrecv(sendobj=rank, dest=right, source=left), comm.bcast(obj=rank, root=1))
-        print(rank, comm.scatter(sendobj=[*range(size)]), comm.gather(sendobj=rank, root=1), comm.allgather(sendobj=1))
-        print(rank, comm.alltoall(sendobj=[rank] * size), comm.reduce(sendobj=1, op=MPI.SUM), comm.allreduce(sendobj=2))
+        print(
+            rank, comm.sendrecv(sendobj=rank, dest=right, source=left), comm.bcast(obj=rank, root=1)
+        )
+        print(
+            rank, comm.scatter(sendobj=[*range(size)]), comm.gather(sendobj=rank, root=1),
+            comm.allgather(sendobj=1),
+        )
+        print(
+            rank, comm.alltoall(sendobj=[rank] * size), comm.reduce(sendobj=1, op=MPI.SUM),
+            comm.allreduce(sendobj=2),
+        )
         """
     ),
     "collectives": (
         """\
         x, whole, mine = np.arange(2) + 10 * rank, np.zeros((size, 2), int), np.zeros(2, int)
         comm.Allgather(x, whole); print(rank, whole.tolist())
-        comm.Alltoall(np.arange(size) + 10 * rank, whole[:, 0].copy()); comm.Bcast([whole, MPI.LONG], root=1)
+        comm.Alltoall(np.arange(size) + 10 * rank, whole[:, 0].copy())
+        comm.Bcast([whole, MPI.LONG], root=1)
         comm.Scatter(whole if rank == 1 else None, mine, root=1); print(rank, mine)
         comm.Gather(mine, whole if rank == 0 else None); print(rank, whole.tolist())
         for op in (MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN, MPI.LAND, MPI.LOR, MPI.BAND, MPI.BOR):
-            comm.Allreduce(x, mine, op); print(rank, mine, comm.allreduce(rank, op), comm.reduce(rank, op, root=1))
+            comm.Allreduce(x, mine, op)
+            print(rank, mine, comm.allreduce(rank, op), comm.reduce(rank, op, root=1))
         comm.Allreduce(MPI.IN_PLACE, x); comm.Scan(x, mine); print(rank, x, mine, comm.scan(rank))
         comm.Reduce(x, mine, root=2); print(rank, mine if rank == 2 else "")
         own = np.zeros(rank + 1, "i"); counts = [1, 2, 3][:size]; total = sum(counts)
@@ -451,8 +471,13 @@ RIGHT = {
         comm.Allgatherv(own, [parts, counts, [0, 2, 4], MPI.INT]); print(rank, parts)
         comm.Gatherv(own, (parts, counts) if rank == 0 else None)
         comm.Scatterv([parts, counts, None, MPI.INT] if rank == 0 else None, own); print(rank, own)
-        comm.Alltoallv([np.arange(size) + rank, [1] * size], [whole, ([1] * size, range(0, 2 * size, 2))])
-        print(rank, whole.tolist(), comm.bcast(rank, 1), comm.scatter([[i] for i in range(size)]), comm.gather(rank))
+        comm.Alltoallv(
+            [np.arange(size) + rank, [1] * size], [whole, ([1] * size, range(0, 2 * size, 2))]
+        )
+        print(
+            rank, whole.tolist(), comm.bcast(rank, 1), comm.scatter([[i] for i in range(size)]),
+            comm.gather(rank),
+        )
         print(rank, comm.allgather("a" * rank), comm.alltoall([(rank, i) for i in range(size)]))
         """
     ),
@@ -468,10 +493,12 @@ RIGHT = {
         print(rank, parts.tolist())
         comm.Iscatter(parts if rank == 0 else None, y).Wait(); comm.Iexscan(x, y).Wait()
         print(rank, y if rank else "")
-        send, receive = comm.Send_init(x, (rank + 1) % size, 3), comm.Recv_init(y, (rank - 1) % size, 3)
+        send = comm.Send_init(x, (rank + 1) % size, 3)
+        receive = comm.Recv_init(y, (rank - 1) % size, 3)
         for i in range(3):
             x[:] = rank * 10 + i
-            MPI.Prequest.Startall([receive, send]); MPI.Request.Waitall([send, receive]); print(rank, y, bool(send))
+            MPI.Prequest.Startall([receive, send]); MPI.Request.Waitall([send, receive])
+            print(rank, y, bool(send))
         send.Free(); receive.Free()
         total = comm.Allreduce_init(x, y)
         for i in range(2): total.Start(); total.Wait(); x += 1; print(rank, y)
@@ -481,7 +508,8 @@ RIGHT = {
         done = []
         while len(done) < 4: done += MPI.Request.Waitsome(requests)
         print(rank, sorted(done), MPI.Request.Waitsome(requests), MPI.Request.Testall(requests))
-        a, b = np.zeros(2), np.ones(2); comm.Isendrecv(b, (rank + 1) % size, 0, a, (rank - 1) % size, 0).Wait()
+        a, b = np.zeros(2), np.ones(2)
+        comm.Isendrecv(b, (rank + 1) % size, 0, a, (rank - 1) % size, 0).Wait()
         comm.Sendrecv_replace(x, (rank + 1) % size, 0, (rank - 1) % size, 0); print(rank, a, x)
         """
     ),
@@ -495,19 +523,25 @@ RIGHT = {
         request = comm.issend({"rank": rank}, right, 6)
         while not comm.iprobe(left, 6): pass
         message = comm.mprobe(left, 6)
-        print(rank, bool(message), message.recv(), bool(message), comm.improbe(left)); request.wait()
+        print(rank, bool(message), message.recv(), bool(message), comm.improbe(left))
+        request.wait()
         comm.send("a", rank, 1); comm.send("b", rank, 2)
-        first = comm.mprobe(rank); print(rank, comm.recv(source=rank, tag=MPI.ANY_TAG), first.recv())
+        first = comm.mprobe(rank)
+        print(rank, comm.recv(source=rank, tag=MPI.ANY_TAG), first.recv())
         """
     ),
     "parts of arrays": (
         """\
         x, y = np.arange(24.0).reshape(4, 6) + 100 * rank, np.zeros((4, 6))
-        column = MPI.DOUBLE.Create_vector(4, 1, 6).Commit(); right, left = (rank + 1) % size, (rank - 1) % size
-        requests = [comm.Irecv([y.reshape(-1)[1:], 1, column], left), comm.Isend([x, 1, column], right)]
+        column = MPI.DOUBLE.Create_vector(4, 1, 6).Commit()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        requests = [
+            comm.Irecv([y.reshape(-1)[1:], 1, column], left), comm.Isend([x, 1, column], right)
+        ]
         requests += [comm.Irecv([y.reshape(-1)[3:], 1, column], left)]
         requests += [comm.Isend([x.reshape(-1)[2:], 1, column], right)]
-        MPI.Request.Waitall(requests); print(rank, y.tolist(), column.Get_size(), column.Get_extent())
+        MPI.Request.Waitall(requests)
+        print(rank, y.tolist(), column.Get_size(), column.Get_extent())
         two, z = comm.Split(min(rank, 1)), np.zeros(3)
         if two.size == 2: two.Allgatherv(np.full(two.rank + 1, float(rank)), [z, [1, 2]])
         if two.size == 2: two.Allgatherv([np.full(3, float(rank)), 1], [z, ([1, 1], [2, 0]), "d"])
@@ -519,40 +553,57 @@ RIGHT = {
         print(kind.size, kind.extent)
         z = np.zeros(5, "f8")
         ones, kinds = [1] * size, [MPI.DOUBLE] * size
-        comm.Alltoallw([x, (ones, [0] * size), kinds], [z, (ones, [8 * i for i in range(size)]), kinds])
+        comm.Alltoallw(
+            [x, (ones, [0] * size), kinds], [z, (ones, [8 * i for i in range(size)]), kinds]
+        )
         print(rank, z.tolist())
         """
     ),
     "reductions": (
         """\
-        pair = np.zeros(1, np.dtype("f8,i4", align=True)); pair["f0"], pair["f1"] = -abs(rank - 1), rank
+        pair = np.zeros(1, np.dtype("f8,i4", align=True))
+        pair["f0"], pair["f1"] = -abs(rank - 1), rank
         best = np.zeros_like(pair)
-        comm.Allreduce([pair, MPI.DOUBLE_INT], [best, MPI.DOUBLE_INT], MPI.MAXLOC); print(rank, best)
+        comm.Allreduce([pair, MPI.DOUBLE_INT], [best, MPI.DOUBLE_INT], MPI.MAXLOC)
+        print(rank, best)
         print(comm.allreduce((rank % 2, rank), MPI.MINLOC))
         print(comm.allreduce((rank % 2, rank), op=MPI.MAXLOC), comm.exscan(rank + 1))
         print(comm.allreduce([rank], MPI.SUM), comm.allreduce(rank % 2, MPI.LXOR))
         print(comm.allreduce(rank, MPI.BXOR), comm.scan("abc"[rank]))
-        def longest(a, b, kind): b_, a_ = np.frombuffer(b, "i"), np.frombuffer(a, "i"); b_[...] = np.maximum(a_, b_)
+        def longest(a, b, kind):
+            b_, a_ = np.frombuffer(b, "i"), np.frombuffer(a, "i"); b_[...] = np.maximum(a_, b_)
         op = MPI.Op.Create(longest, commute=True); y = np.zeros(2, "i")
         comm.Allreduce(np.array([rank, -rank], "i"), y, op); print(rank, y); op.Free()
         x = np.array([1, 2], "i"); MPI.SUM.Reduce_local(x, y); print(rank, y, MPI.PROD(3, 4))
         comm.Allreduce(MPI.IN_PLACE, x)
-        comm.Reduce(MPI.IN_PLACE if rank == 1 else x, x if rank == 1 else None, root=1); print(rank, x)
+        comm.Reduce(MPI.IN_PLACE if rank == 1 else x, x if rank == 1 else None, root=1)
+        print(rank, x)
         comm.Exscan(x.copy(), y); print(rank, y if rank else "")
         """
     ),
     "groups and neighbours": (
         """\
         group = comm.Get_group(); some = group.Incl([2, 0])
-        print(rank, some.rank == MPI.UNDEFINED, some.Translate_ranks([0, 1], group), group.Excl([1]).size)
+        print(
+            rank, some.rank == MPI.UNDEFINED, some.Translate_ranks([0, 1], group),
+            group.Excl([1]).size,
+        )
         new = comm.Create(some)
-        print(rank, new.rank if new != MPI.COMM_NULL else "none", MPI.Group.Compare(some, group) == MPI.UNEQUAL)
+        print(
+            rank, new.rank if new != MPI.COMM_NULL else "none",
+            MPI.Group.Compare(some, group) == MPI.UNEQUAL,
+        )
         if rank != 1: print(rank, comm.Create_group(some).allgather(rank))
-        print(MPI.Comm.Compare(comm, comm.Dup()) == MPI.CONGRUENT, MPI.Compute_dims(12, 3), MPI.Compute_dims(6, [0, 3]))
+        print(
+            MPI.Comm.Compare(comm, comm.Dup()) == MPI.CONGRUENT, MPI.Compute_dims(12, 3),
+            MPI.Compute_dims(6, [0, 3]),
+        )
         print(comm.Split_type(MPI.COMM_TYPE_SHARED).size)
         ring = comm.Create_cart([size], periods=True); y = np.zeros(2, int)
-        ring.Neighbor_allgather(np.array([rank]), y); print(rank, y, ring.neighbor_alltoall(["l", "r"]))
-        line = comm.Create_cart([size]); y[:] = -1; line.Ineighbor_allgather(np.array([rank]), y).Wait()
+        ring.Neighbor_allgather(np.array([rank]), y)
+        print(rank, y, ring.neighbor_alltoall(["l", "r"]))
+        line = comm.Create_cart([size]); y[:] = -1
+        line.Ineighbor_allgather(np.array([rank]), y).Wait()
         print(rank, y, line.neighbor_allgather(rank), line.inedges)
         grid = comm.Create_cart([size, 1], [True, False]); sub = grid.Sub([True, False])
         print(rank, sub.dims, sub.coords, sub.periods, grid.topo, grid.Get_topology() == MPI.CART)
@@ -574,7 +625,8 @@ RIGHT = {
     ),
     "output": (
         """\
-        sys.stdout.reconfigure(line_buffering=True); sys.stdout.buffer.write(f"rank {rank} é\\n".encode())
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.buffer.write(f"rank {rank} é\\n".encode())
         sys.stdout.buffer.flush()
         print("x" * rank, end=""); sys.stdout.write(""); print()
         """
@@ -582,7 +634,8 @@ RIGHT = {
     "what a process has once": (
         """\
         import os, logging, warnings, tempfile
-        os.chdir(sys.path[0] if rank else os.sep); comm.Barrier(); print(rank, os.getcwd() == os.sep)
+        os.chdir(sys.path[0] if rank else os.sep); comm.Barrier()
+        print(rank, os.getcwd() == os.sep)
         logging.basicConfig(force=True, stream=sys.stdout, format=f"{rank} %(message)s")
         logging.root.setLevel([10, 40, 20][rank]); comm.Barrier()
         logging.info("info"); logging.error("error"); comm.Barrier()
@@ -595,9 +648,14 @@ RIGHT = {
     "communicators": (
         """\
         row = comm.Split(rank % 2, -rank); print(rank, row.Get_rank(), row.allgather(rank))
-        print(rank, comm.Split(MPI.UNDEFINED if rank else 0) == MPI.COMM_NULL, comm.Dup().allreduce(1))
+        print(
+            rank, comm.Split(MPI.UNDEFINED if rank else 0) == MPI.COMM_NULL, comm.Dup().allreduce(1)
+        )
         grid = comm.Create_cart([size, 1], periods=[True, False])
-        print(rank, grid.Get_coords(rank), grid.Shift(0, 1), grid.Shift(1, 1)[0] == MPI.PROC_NULL, grid.coords)
+        print(
+            rank, grid.Get_coords(rank), grid.Shift(0, 1), grid.Shift(1, 1)[0] == MPI.PROC_NULL,
+            grid.coords,
+        )
         """
     ),
     "modules and numbers": (
@@ -607,7 +665,9 @@ RIGHT = {
             def __init__(self): self.rank = rank
         np.random.seed(rank); random.seed(rank)
         found = comm.allgather(Own())
-        print(helper.RANK == rank, [each.rank for each in found], isinstance(found[0], Own), __name__)
+        print(
+            helper.RANK == rank, [each.rank for each in found], isinstance(found[0], Own), __name__
+        )
         print(rank, np.random.rand(), random.random(), sys.argv[1:], end="")
         comm.Barrier(); print(" whole")
         """
@@ -624,12 +684,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     Path("../elsewhere/outer").mkdir(parents=True)
     Path("../elsewhere/plain.py").write_text("SEEN = []\n")
     Path("../elsewhere/talks.py").write_text(
-        "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\ntotal = MPI.COMM_WORLD.allreduce(rank)\n"
+        "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n"
+        "total = MPI.COMM_WORLD.allreduce(rank)\n"
     )
     Path("../elsewhere/outer/__init__.py").write_text("import talks\n")
     Path("../elsewhere/outer/inner.py").write_text(
-        "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\nMPI.COMM_WORLD.barrier()\ncounted = 0\n"
-        "def count(n):\n    global counted\n    counted += n * RANK\n"
+        "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\nMPI.COMM_WORLD.barrier()\n"
+        "counted = 0\ndef count(n):\n    global counted\n    counted += n * RANK\n"
     )
 
     def write(text: str) -> str:
@@ -751,7 +812,8 @@ def test_a_loop_with_a_time_limit_is_no_deadlock(
         if rank == 0: [comm.send(i, 1, i % 3) for i in range({0})]; comm.send(0, 2)
         if rank == 2: comm.recv(); comm.send(0, 1, 9)
         if rank == 1: comm.recv(source=2)
-        if rank == 1: [comm.recv(source=0, tag=tag) for tag in (2, 1, 0) for i in range(tag, {0}, 3)]
+        if rank == 1:
+            [comm.recv(source=0, tag=tag) for tag in (2, 1, 0) for i in range(tag, {0}, 3)]
         """,
         """\
         if rank == 0: [comm.send(i, 1, i) for i in range({0})]; comm.send(0, 2)
@@ -760,7 +822,8 @@ def test_a_loop_with_a_time_limit_is_no_deadlock(
         """,
         """\
         if rank == 0: MPI.Request.Waitall([comm.Isend(np.ones(1), 1, i) for i in range({0})])
-        if rank == 1: MPI.Request.Waitall([comm.Irecv(np.ones(1), 0, i) for i in reversed(range({0}))])
+        if rank == 1:
+            MPI.Request.Waitall([comm.Irecv(np.ones(1), 0, i) for i in reversed(range({0}))])
         """,
     ],
 )
@@ -784,7 +847,12 @@ def test_a_rank_without_end_is_named(
 ) -> None:
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
-    text = f"import time, threading\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: {body}\n"
+    text = f"""\
+import time, threading
+end = time.time() + 1
+if rank == 1:
+    while time.time() < end: {body}
+"""
     main(["-n", "2", programs(f"{text}comm.barrier()")])
     assert re.search(
         r"nnmpi: rank 1 has made no call for 0 s\n      at p\.py:9\n  rank 0 waits for barrier.*\n"
@@ -851,7 +919,9 @@ group.all_reduce(x, "ring")
 nnmpi.Group(comm).all_reduce(y, "ring")
 comm.send(rank, (rank + 1) % size)
 if rank == 0:
-    print(take.wait(), x, y, group is nnmpi.start(), nnmpi.simulate(lambda _: nnmpi.start().size, 2))
+    print(
+        take.wait(), x, y, group is nnmpi.start(), nnmpi.simulate(lambda _: nnmpi.start().size, 2)
+    )
 else:
     take.wait()"""
 

@@ -10,7 +10,7 @@ has a fair chance on a real device:
     copies on a stream arrive when somebody waits for them, and not before; so do launched graphs
     nothing is computed in a stream that captures, and what needs a value is refused
     what is undefined on a device (an index out of bounds, one index written twice) is an error
-    reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs were
+    reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs
 
 What it does not show is what the interpreted device beside it is for: nnmpi's kernels, of which it
 has none, rounding of the device's functions, hidden waits, and who waits for whom.

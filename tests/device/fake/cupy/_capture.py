@@ -230,7 +230,7 @@ def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:
 
 
 def _zeros_like(array: Any) -> tuple[Any, Any]:
-    """Return an array of zeros with the strides of another one, and the array that has its memory."""
+    """Return an array of zeros with the strides of another, and the array that has its memory."""
     if not array.size:
         empty = np.empty_like(array)
         return empty.view(), empty
