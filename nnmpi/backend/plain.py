@@ -116,7 +116,8 @@ class PlainKernels:
                 (n,), repeated for each row; floats. Bools, ints and functions are settings: a
                 formula is printed anew for each value of theirs.
             sums: (n,) each, receive the sums over the rows of the last results, which are not
-                returned; then rows have two axes.
+                returned; then rows have two axes. What is printed knows samples, too, the first of
+                three axes: a vector (samples, 1, n) and a sum (samples, n) have each its own.
             reuse: whether the first result may overwrite the first rows.
             blocks: whether NumPy computes it block by block: copying the results of a block costs
                 what a pass or two do.

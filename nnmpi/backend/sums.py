@@ -133,12 +133,14 @@ def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]
     return results
 
 
-def row_blocks(rows: Array) -> list[slice]:
-    """Return slices that cover the first axis; at least one, which is empty for an empty array."""
-    count = len(rows)
-    if not isinstance(rows, np.ndarray) or rows.size <= ELEMENTS:
+def row_blocks(rows: Array, elements: int = 0) -> list[slice]:
+    """Return slices that cover the first axis, of so many elements, by default `ELEMENTS`; at least
+    one, which is empty for an empty array.
+    """
+    count, most = len(rows), elements or ELEMENTS
+    if not isinstance(rows, np.ndarray) or rows.size <= most:
         return [slice(0, count)]
-    step = max(1, ELEMENTS * count // rows.size)
+    step = max(1, most * count // rows.size)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
