@@ -201,7 +201,8 @@ def measure_curves(
             pass_s = SLACK * budget_s * (number + 1) / PASSES
             is_late = group.max_floats([clock.now() - begin])[0] > pass_s
             # on slow links 64 KiB are long: at 10 Mbit/s a megabyte takes a tree 3 s
-            if nbytes >= (64 * K if medians.max() > LONGEST_S else K**2 if is_late else np.inf):
+            is_long = medians.max() > LONGEST_S
+            if is_long and nbytes >= 64 * K or is_late and nbytes >= K**2:
                 break  # the curve's last slope extends to longer messages
     return [rising_curve(best, seconds) for seconds in np.transpose([*best.values()])]
 

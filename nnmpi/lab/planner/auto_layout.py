@@ -22,7 +22,6 @@ from nnmpi.base.errors import counted
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.mesh import AXES
 from nnmpi.comm.saved_fit import find_fit
 from nnmpi.compose.stats import PARTS
 from nnmpi.data.dataset import Samples
@@ -42,15 +41,7 @@ RACE_ROUNDS = 2
 FAR_OFF = 0.15  # of a step's time
 SHORT_S = 1e-3  # of an MLP's 230 us, a run's own work and the waits for it were 170 us more
 # Options that a price knows
-PRICED = {
-    "layout",
-    *AXES,
-    "zero",
-    "pipeline",
-    "virtual_stages",
-    "microbatches",
-    "activation_memory",
-}
+PRICED = {"layout", "activation_memory", *Candidate.__dataclass_fields__}
 MENDS = {
     "compute_s": "nnmpi plan --again measures the model anew",
     "wait_s": "nnmpi plan --again measures the stages anew",
@@ -150,24 +141,23 @@ def foresee(
         config, group, backend, say: as for `choose`; with a layout.
         samples: the training and the test set.
     """
-    workload, given = Workload(config, samples), non_defaults(config.parallel)
-    profile, _ = kept_profile(workload, group, group.size, backend, say)
     layout, mesh = find_layout(config, group)
+    workload = Workload(config, samples)
     parts = count_microbatches(config, mesh.pp, workload.batch_size)
-    pipelined: dict[str, Any] = {
-        "pipeline": layout.pipeline,
-        "virtual_stages": layout.stages_per_rank,
-    }
     if (
-        profile is None
-        or find_fit(group, QUICK) is None
-        or mesh.shape[2:] not in profile.shares
-        or given.keys() - PRICED
+        non_defaults(config.parallel).keys() - PRICED
         or non_defaults(config.sync)
         or layout.activation_memory not in (None, "least")
         or (layout.pipeline not in dict(PIPELINES) if mesh.pp > 1 else parts > 1)
     ):
         return None
+    profile, _ = kept_profile(workload, group, group.size, backend, say)
+    if profile is None or mesh.shape[2:] not in profile.shares or find_fit(group, QUICK) is None:
+        return None
+    pipelined: dict[str, Any] = {
+        "pipeline": layout.pipeline,
+        "virtual_stages": layout.stages_per_rank,
+    }
     candidate = Candidate(
         *mesh.shape,
         zero=layout.zero,
