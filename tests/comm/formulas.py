@@ -26,6 +26,7 @@ def formulas(N: int) -> dict[tuple[str, str], tuple[float, ...]]:
         ("all-gather", "tree"): (levels, part, 0),
         ("broadcast", "tree"): (levels, levels, 0),
         ("all-to-all", "pairwise"): (N - 1, part, 0),
+        ("all-to-all", "bruck"): (levels, sum(way.bit_count() for way in range(N)) / N, 0),
         ("neighbour-average", "gossip"): (min(N - 1, 2),) * 3,
         **({} if fold else doubling),
     }

@@ -6,8 +6,8 @@ tree            all-reduce for short messages, broadcast for long ones; all-redu
 halving         all-reduce in few rounds with a ring's bytes
 hierarchical    all-reduce over several nodes
 doubling        reduce-scatter, all-gather and broadcast, as MPICH does them on powers of two
-bruck           reduce-scatter and all-gather in few rounds
-pairwise        all-to-all
+bruck           reduce-scatter, all-gather and all-to-all in few rounds
+pairwise        all-to-all with few bytes
 gossip          each rank averages with its two neighbours
 registry        all of them by name. A new one is a file here and a line there: `prove`, the options
                 and the tests then know it

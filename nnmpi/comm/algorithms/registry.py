@@ -5,7 +5,11 @@ from functools import partial
 from typing import Annotated, Final, TypeAlias
 
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.bruck import (
+    bruck_all_gather,
+    bruck_all_to_all,
+    bruck_reduce_scatter,
+)
 from nnmpi.comm.algorithms.doubling import doubling_all_gather, halving_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import HALVED, halving_doubling, recursive_doubling
@@ -43,6 +47,7 @@ _ALL = (
     Collective("tree", BROADCAST, (tree_broadcast,)),
     Collective("recursive-doubling", BROADCAST, (tree_scatter, doubling_all_gather)),
     Collective("pairwise", ALL_TO_ALL, (pairwise,)),
+    Collective("bruck", ALL_TO_ALL, (bruck_all_to_all,)),
     Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,)),
 )
 
