@@ -246,7 +246,7 @@ def kl_div(
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
     terms = _error(Loss.KL_DIV, x, target, taken, bool(log_target))
-    return terms / max(len(x), 1) if by_rows else terms
+    return terms / max((1, *x.shape[:1])) if by_rows else terms
 
 
 def _refuse_softmax(name: str, x: Variable) -> None:
@@ -293,12 +293,14 @@ def checked_labels(
         if isinstance(labels, Variable)
         else to_library(namespace(logits._data), Tensor(given)._data)
     )
-    if values.dtype.kind not in "iu":
-        raise DtypeError(
-            f"{name} needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
-            " the loss bce"
-        )
     shape = logits._data.shape
+    if values.dtype.kind not in "iu":
+        remedy = (
+            "of probabilities y of each class the loss is -(y * ops.log_softmax(x)).sum(-1).mean()"
+            if values.shape == shape
+            else "for labels 0.0 and 1.0 use the loss bce"
+        )
+        raise DtypeError(f"{name} needs integer labels, not {values.dtype}; {remedy}")
     if not shape or values.shape != shape[:-1] or classes == 0:
         refuse_parts(name, logits)
         order = (0, *range(2, len(shape)), 1)

@@ -140,3 +140,4 @@ def test_probabilities_in_the_place_of_logits_are_refused():
             ops.cross_entropy(ops.log_softmax(x), np.array([1]))
             ops.cross_entropy(2 * ops.softmax(x), np.array([1]))  # a temperature, say
     assert ops.binary_cross_entropy(x, y).item() == pytest.approx(0.7201, abs=1e-4)
+    assert ops.kl_div(-x[0, 0], np.float32(1), "batchmean").item() == 2  # one number is a row

@@ -167,6 +167,7 @@ REFUSED = {
             r"give logits.transpose\(0, 2, 3, 1\)",
         ),
         ([(), []], DtypeError, "integer labels, not float32; .* the loss bce"),
+        ([(3, 3), np.eye(3)], DtypeError, "float64; of probabilities y .* ops.log_softmax"),
         ([(), 0], ShapeError, r"logits \(\)"),
         ([(1, 0), [0]], ShapeError, r"logits \(1, 0\)"),
         ([(3, 3), [0, 3, 7]], ShapeError, r"label 3 at row 1 is outside 0\.\.2$"),
