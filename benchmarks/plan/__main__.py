@@ -66,8 +66,8 @@ def measure(words, count, rounds, group, say=str):
     workload = load(words, group, say)
     config = workload.config
     with computing(config):
-        profile, _ = find_profile(workload, group, group.size, BACKEND, say, again=True)
         network = find_network(group, say, group.size)
+        profile, _ = find_profile(workload, group, group.size, BACKEND, say, again=True)
         group.fit = network.fit
         pricer = workload.pricer(profile, network, BACKEND)
         chosen = spread(plan(pricer, count=10**6).best, count)

@@ -453,12 +453,14 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_s_parts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step takes once, its update, its rows, and a microbatch more of a pipeline."""
+    """What a step takes once, its update, its rows, a microbatch more of a pipeline, and ZeRO."""
     once_s, update_s, piped_s = 0.005, 0.002, 0.011
 
     def take(work: Any, options: dict[str, Any], *_: Any, **__: Any) -> float:
         if "pp" in options:
             return 0.1 + piped_s * options["microbatches"]
+        if "zero" in options:
+            return options["zero"]
         return once_s + update_s + 1e-5 * options["batch_size"]
 
     monkeypatch.setattr(profile, "time_layout", take)
@@ -472,6 +474,12 @@ def test_a_step_s_parts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.steps[256].seconds == pytest.approx(once_s + 256e-5)
         assert found.once_s == pytest.approx(once_s)
         assert found.piped_s == pytest.approx(piped_s if ranks == 2 else 0.0)
+        assert found.zero_s.keys() == ({1, 2, 3} if ranks == 2 else set())
+        few = workload(32, table, model="mlp", hidden=[8])
+        machine = PlannedNetwork("nothing known", Machine.uniform(0.0, 0.0), ranks)
+        for zero in found.zero_s:  # the price is what was measured
+            price = few.pricer(found, machine, numpy_backend()).price(Candidate(2, zero=zero))
+            assert price.seconds == pytest.approx(zero)
         assert found.layer_s(256, "keep_s") == [layer.keep_s for layer in found.layers]
         assert found.layer_s(1, "keep_s") == [layer.keep_s for layer in found.few]
 

@@ -178,8 +178,8 @@ def foresee(
 
 def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
-    profile, store = find_profile(workload, group, group.size, backend, say)
     network = find_network(group, say, group.size)
+    profile, store = find_profile(workload, group, group.size, backend, say)
 
     def search() -> tuple[list[list[Any]], int]:
         pricer = workload.pricer(profile, network, backend)

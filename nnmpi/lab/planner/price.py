@@ -78,7 +78,7 @@ from nnmpi.schedule.simulate import Costs, Lengths, simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
-END_S = 25e-6  # processor time of a pipeline's message at each end, where none was measured
+END_S = 25e-6  # processor time of a pipeline's message at each end
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
@@ -279,6 +279,8 @@ class Profile:
         once_s: the seconds of a step that it takes once, however many microbatches it has.
         piped_s: the seconds of one more microbatch of the fewest rows in a pipeline of two ranks;
             0 if it was not measured.
+        zero_s: {ZeRO stage: the seconds of its step beside computing, sums and update}, such as its
+            meetings, on the ranks that measured.
         date: when it was measured.
         busy: the share of the processor time that other programs took meanwhile.
     """
@@ -291,6 +293,7 @@ class Profile:
     raced: Mapping[str, float] = field(default_factory=dict)
     once_s: float = 0.0
     piped_s: float = 0.0
+    zero_s: Mapping[int, float] = field(default_factory=dict)
     date: str = ""
     busy: float = 0.0
 
@@ -317,7 +320,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, the inverse of `files.rebuilt`."""
         result = asdict(self)
-        return result | {name: list(result[name].items()) for name in ("steps", "shares")}
+        return result | {name: list(result[name].items()) for name in ("steps", "shares", "zero_s")}
 
 
 # ---- prices ----
@@ -515,8 +518,9 @@ class Pricer:
         sent_s = self._seconds(self._sent(candidate)) / len(cuts)
         work = [
             scale * sum(layer_s[i] for i in cut)
+            + self._part_s / candidate.virtual_stages
             + sent_s
-            + 2 * self._end_s * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
+            + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
         ]
         most_s = max(
@@ -525,14 +529,14 @@ class Pricer:
         return self.profile.once_s + most_s * candidate.microbatches, work
 
     @cached_property
-    def _end_s(self) -> float:
-        """The processor time of a pipeline's message at each end: what layers do not explain."""
+    def _part_s(self) -> float:
+        """The processor time of a pipeline's microbatch that its layers and messages do not take,
+        however many stages a rank has.
+        """
         profile, layer_s = self.profile, self._layer_s(min(self.profile.steps), "seconds")
-        if not profile.piped_s:
-            return END_S
         most_s = max(sum(layer_s[i] for i in cut) for cut in self.shapes.cuts(2, 1))
         step_s = profile.step(min(profile.steps), "seconds") - profile.once_s
-        return max(0.0, profile.piped_s - step_s * most_s / (sum(layer_s) or 1.0)) / 2
+        return max(0.0, profile.piped_s - step_s * most_s / (sum(layer_s) or 1.0) - 2 * END_S)
 
     def _pipeline(self, candidate: Candidate) -> tuple[Schedule, Costs, Lengths]:
         """Return a pipeline's schedule, its seconds, and the bytes of its messages."""
@@ -574,12 +578,13 @@ class Pricer:
         return schedule, self.shapes.cuts(pp, virtual)
 
     def _update_s(self, candidate: Candidate) -> float:
-        """Return the seconds of the update, in proportion to a rank's parameters."""
+        """Return the seconds of the update, in proportion to a rank's parameters, and of ZeRO."""
         (full,) = self.shapes.states(*Candidate().division, 0, 1)  # one rank
         states = self.shapes.states(*candidate.division, 0, 1)
         part = max(state.parameters for state in states) / max(full.parameters, 1)
         shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
-        return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
+        update_s = min(cost.update_s for cost in self.profile.steps.values())
+        return update_s * part / shared + self.profile.zero_s.get(candidate.zero, 0.0)
 
     def _shares_memory(self, candidate: Candidate) -> bool:
         """Whether replicas sum their gradients in their node's shared memory."""

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, product, repeat
 from math import prod
@@ -45,6 +45,7 @@ from nnmpi.base.units import format_seconds
 from nnmpi.base.version import VERSION
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.mesh import SP, TP
 from nnmpi.comm.saved_fit import find_fit
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -52,8 +53,9 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
 from nnmpi.lab.measure import time_calls
-from nnmpi.lab.planner.network import PlannedNetwork, Say
+from nnmpi.lab.planner.network import QUICK, PlannedNetwork, Say
 from nnmpi.lab.planner.price import (
+    Candidate,
     ModelShapes,
     Pricer,
     Profile,
@@ -69,6 +71,7 @@ from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import STAGES
 from nnmpi.ops.collectives import CATEGORY
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.build import build_model, trial_run
@@ -77,7 +80,7 @@ from nnmpi.train.config import Config, to_json
 from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 20  # of the cached profile; part of its key
+FORMAT = 21  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
@@ -311,7 +314,26 @@ def measure(
         date=time.strftime("%Y-%m-%d %H:%M"),
         busy=busy,
     )
+    profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group, backend))
     return rebuilt(Profile, group.share(profile.to_json()))
+
+
+def _measure_zero(
+    workload: Workload, rows: int, profile: Profile, group: Group, backend: Backend
+) -> dict[int, float]:
+    """Return what each ZeRO stage's step takes beside its price, of replicas with so many rows.
+
+    Without a fit nothing is known of its sums, and all of it counts.
+    """
+    fit, ranks, result = find_fit(group, QUICK), group.size, dict[int, float]()
+    machine = Machine.uniform(0.0, 0.0) if fit is None else fit.machine
+    few = replace(workload, config=workload.config.having(batch_size=rows * ranks))
+    pricer = few.pricer(profile, PlannedNetwork("", machine, ranks, fit), backend)
+    for zero in STAGES if ranks > 1 else ():
+        with suppress(UsageError):  # an optimizer of whole matrices
+            step_s = time_layout(few, {"dp": ranks, "zero": zero}, group, backend)
+            result[zero] = max(0.0, step_s - pricer.price(Candidate(ranks, zero=zero)).seconds)
+    return result
 
 
 def _measure_layers(
