@@ -151,7 +151,7 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
         result = find_collective(operation, name, machine.nodes)
         seconds = format_seconds(price(result, ranks, asked.bytes, machine))
         lines.append(
-            f"{operation:18} {name:17} {latencies:5} alpha + {sent:8.3f} M beta {seconds:>12}"
+            f"{operation:18} {name:18} {latencies:4} alpha + {sent:8.3f} M beta {seconds:>12}"
         )
     return "\n".join(lines)
 
