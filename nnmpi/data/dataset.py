@@ -470,7 +470,8 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
         raise DataError(
             f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1"
         )
-    names = dataset.class_names if len(dataset.class_names) == 2 else ()
+    # one class alone, of a file to evaluate: its name says which of the model's two it is
+    names = (dataset.class_names * 2)[:2]
     return replace(dataset, y=dataset.y.astype(np.float32), classes=2, class_names=names)
 
 

@@ -19,6 +19,7 @@ from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.evaluate import match_samples
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
+from nnmpi.data.dataset import as_yes_or_no
 from nnmpi.lab.report import main as report
 from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
@@ -389,6 +390,12 @@ def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(
     for names in (("0", "1"), ("False", "True"), ()):
         matched = match_samples(replace(signature, class_names=names, classes=2), rows)
         assert matched.y.tolist() == [1, 0]
+    # yes or no, in a file of one of them
+    signature = replace(signature, class_names=("s", "t"), classes=2, predicts="yes-or-no")
+    for number, name in enumerate("st"):
+        rows = data.Dataset("d", np.zeros((2, 4)), [0, 0], 1, class_names=(name,))
+        matched = match_samples(signature, as_yes_or_no(rows))
+        assert (matched.y.tolist(), matched.notes) == ([number] * 2, ())
 
 
 def test_a_table_of_pixels_is_images(tmp_path: Path, run: Any, said: Any) -> None:
