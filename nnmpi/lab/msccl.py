@@ -132,8 +132,9 @@ class MscclProgram:
                 raise ValueError(f"its operation {kind!r} is none of {', '.join(OPERATIONS)}")
             after = number("depid", -1), number("deps", -1)
             place = f"thread block {self.block}, step {len(operations)}"
-            spans = self.span("src"), self.span("dst")
-            operations.append(BlockOperation(OPERATIONS[kind], *spans, after, place))
+            does = OPERATIONS[kind]
+            spans = self.span("src", "r" in does), self.span("dst", "w" in does)
+            operations.append(BlockOperation(does, *spans, after, place))
 
     def limit(self, number: int, most: int, what: str) -> None:
         """Refuse a number above its limit."""
@@ -147,9 +148,9 @@ class MscclProgram:
             raise ValueError(f"{name}={value!r} is no whole number of {least} or more")
         return int(value)
 
-    def span(self, which: str) -> range:
-        """Return an operation's chunks: (buffer, offset) as one number."""
-        first, count = self.number(f"{which}off", -1), self.number("cnt")
+    def span(self, which: str, is_used: bool) -> range:
+        """Return an operation's chunks: (buffer, offset) as one number; -1 if they are not used."""
+        first, count = self.number(f"{which}off", is_used - 1), self.number("cnt")
         if first < 0:
             return range(0)
         buffer = "ios".find(self.given.get(f"{which}buf", "?"))

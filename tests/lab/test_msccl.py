@@ -229,6 +229,14 @@ BAD = {
     "a buffer": (changed('srcbuf="s"', 'srcbuf="t"'), "of that buffer"),
     "a word": (changed('cnt="2"', 'cnt="two"'), "cnt='two' is no whole number of 0 or more"),
     "a large number": (changed('cnt="2"', f'cnt="{"9" * 5000}"'), "is no whole number of 0"),
+    "no target": (
+        program("allreduce", 2, True, 0, lambda r: [(1 - r, 1 - r, "s i0 i0 1; rrc i0 i-1 1")]),
+        "dstoff='-1' is no whole number of 0 or more",
+    ),
+    "no source": (
+        program("allreduce", 2, True, 0, lambda r: [(1 - r, 1 - r, "s i-1 i0 1; r i0 i0 1")]),
+        "srcoff='-1' is no whole number of 0 or more",
+    ),
     "many chunks": (changed('s_chunks="2"', 's_chunks="99999999"'), "more than 65536 chunks"),
     "many ranks": (changed('ngpus="2"', 'ngpus="99999999"'), "more than 8192 chunks of input"),
     "uneven": (PROGRAMS["transpose"].replace('perloop="4"', 'perloop="3"'), "3 chunks are"),
