@@ -167,7 +167,8 @@ def test_a_model(name: str, channels: str, tmp_path: Path) -> None:
     def planes(x: Any) -> Any:
         return x.transpose(0, 3, 1, 2) if channels == "first" and x.ndim == 4 else x
 
-    nodes = nnmpi.to_onnx(model, batch(1), file, channels=channels)
+    sample = tuple(x.astype("uint32") if x.dtype.kind == "i" else x for x in batch(1))
+    nodes = nnmpi.to_onnx(model, sample, file, channels=channels)
     made = onnx.load(file)
     onnx.checker.check_model(made, full_check=True)
     graph, session = made.graph, runtime.InferenceSession(file, providers=["CPUExecutionProvider"])

@@ -39,7 +39,8 @@ def to_onnx(
 
     Args:
         model: on the host.
-        sample: a batch of input, of one row or more; several inputs are a tuple.
+        sample: a batch of input, of one row or more; several inputs are a tuple. The file takes
+            integers, such as tokens, as int64.
         path: of the file.
         channels: "last" for images (batch, height, width, channels), as here, or "first" for
             (batch, channels, height, width), as in PyTorch.
@@ -63,6 +64,8 @@ def to_onnx(
     inputs = [values_of(x) for x in given]
     if not inputs or not all(is_array(x) and x.ndim and len(x) for x in inputs):
         raise ShapeError("a sample is an array with a row, (1, ...), or a tuple of such arrays")
+    # ONNX's Gather takes no other index than int32 and int64
+    inputs = [x.astype(np.int64) if x.dtype.kind in "iu" else x for x in inputs]
     # what depends on the batch's size differs
     (graph, ends), (other, others) = (
         _graph(model, [np.repeat(x[:1], n, axis=0) for x in inputs], channels == FIRST)
