@@ -263,15 +263,13 @@ def check_trust(
     Args:
         folder: of the run, for the message.
         options: of the run.
-        given: options of the command line; code that they name again is trusted.
+        given: options of the command line, which take the place of the run's.
         trust: the option --trust.
 
     Raises:
         UsageError: with the code, and the option to trust it.
     """
-    named = [
-        name for name, value in options.items() if is_foreign(value) and given.get(name) != value
-    ]
+    named = [name for name, value in options.items() if is_foreign(value) and name not in given]
     if named and not trust:
         code = ", ".join(f"{all_options()[name].flag} {options[name]}" for name in named)
         raise UsageError(

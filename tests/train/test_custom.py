@@ -271,9 +271,12 @@ def test_a_folder_with_a_colon_runs_no_code(
             act()
 
 
-def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
+def test_code_that_is_named_again_or_replaced_needs_no_word(trained: Path) -> None:
+    values = read_json(trained / "config.json") | {"callback": "evil.py:never"}
+    write_json(trained / "config.json", values)
+    (own := trained.parent / "own.py").write_text("def see(record):\n    pass\n")
     words = f"--resume {trained} --model {trained.parent / 'net.py'}:build --epochs 2"
-    on_ranks(train, words)
+    on_ranks(train, f"{words} --callback {own}:see")
 
 
 @pytest.mark.parametrize("name", ["console.txt", "metrics.jsonl", "starts.jsonl"])
