@@ -452,15 +452,15 @@ class PeriodicCheck:
         self._group = group
         self._steps_left = 1
 
-    def gather(self, value: Any, step_s: float) -> list[Any] | None:
+    def gather(self, value: Any, step_s: float, last: bool = False) -> list[Any] | None:
         """Return every rank's JSON value if this step has a check, else None; call once per step.
 
-        Collective at some steps, the same on all ranks.
+        Collective at some steps, the same on all ranks, and at a `last` one.
         """
         if self._group.size == 1:
             return [value]
         self._steps_left -= 1
-        if self._steps_left > 0:
+        if self._steps_left > 0 and not last:
             return None
         # a simulated run must not depend on the host's step times
         reproducible_s = clock.reproducible(step_s)

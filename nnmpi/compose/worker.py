@@ -500,7 +500,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             report.input_s, report.wall_s = input_s, ended - before
             totals.add(report)
             segment.progress(Progress(number, 0, report))
-            answers = self._signals.gather(segment.poll_signal(), report.wall_s)
+            last = number + 1 == segment.batches.stop  # what was asked for is not lost with it
+            answers = self._signals.gather(segment.poll_signal(), report.wall_s, last)
             signal = max(signal, *map(int, answers)) if answers else signal
 
         def catch_up() -> None:

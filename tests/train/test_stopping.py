@@ -10,6 +10,7 @@ import nnmpi
 from nnmpi import Group, StopTraining, Worker, data, models, optim, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_json
+from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import STOPPED
 from nnmpi.train.cli import main, parse
 from nnmpi.train.metrics import read_metrics
@@ -88,27 +89,29 @@ def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
         Path("run").rename(f"run{ranks}")
 
 
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.mpi
-@pytest.mark.simulated(max_size=3)
-def test_progress_stops_a_worker_on_all_ranks(group: Group, raises: bool) -> None:
-    """The last rank alone asks."""
+@pytest.mark.parametrize(("left", "raises"), [(None, False), (None, True), (1, False)])
+@pytest.mark.both_worlds(max_size=3)
+def test_progress_stops_a_worker_on_all_ranks(group: Group, left: int | None, raises: bool) -> None:
+    """The last rank alone asks, early or at the last batch; they look ten times a second."""
     train, _ = data.load("iris")
     model = models.mlp((4,), 3).initialize(seed=0)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.01), group)
+    slow = Slow(minimum_s=0.01)
+    worker = Worker(model, optim.SGD(model.storage, lr=0.01), group, slow=slow)
     loader = data.Loader(train, group.size, group)
+    batches = loader.batches_per_epoch
+    first = 3 if left is None else batches - left
 
     def progress(item: object) -> str:
-        if group.rank == group.size - 1 and getattr(item, "batch", 0) >= 3:
+        if group.rank == group.size - 1 and getattr(item, "batch", 0) >= first:
             if raises:
                 raise StopTraining
             return "stop"
         return "on"
 
-    report = worker.run(loader, 0, 0, loader.batches_per_epoch, 0, lambda _: 0.01, progress)
+    report = worker.run(loader, 0, 0, batches, 0, lambda _: 0.01, progress)
     assert report.signal == STOPPED
-    assert len(set(group.gather(report.batches))) == 1
-    assert 4 <= report.batches < loader.batches_per_epoch
+    assert group.gather(report.batches) == [report.batches] * group.size
+    assert first < report.batches <= min(first + 10, batches)
 
 
 @pytest.mark.parametrize(
