@@ -15,10 +15,11 @@ _OTHERS = tuple(
     folder + os.sep
     for folder in (PACKAGE, os.path.dirname(os.__file__), sysconfig.get_path("scripts"))
 )
-_INSTALLED = "site-packages"  # below Python's library unless there is an environment
+# site-packages, Debian's dist-packages; below Python's library unless there is an environment
+_INSTALLED = "-packages"
 # what nnmpi calls itself: "x.npz is truncated" needs no lines of NumPy's reader
 _CALLED = re.compile(
-    rf"{_INSTALLED}/(numpy|PIL|mpi4py|safetensors|filelock|pooch|urllib3|requests)/"
+    rf"{_INSTALLED}/(numpy|PIL|mpi4py|safetensors|filelock|pooch|urllib3|requests|cupyx?|nvmath)/"
 )
 MOST = 12  # lines of an error: a recursion has thousands
 

@@ -27,6 +27,7 @@ import pytest
 
 from nnmpi.backend import backend as backends
 from nnmpi.backend.recording import active
+from nnmpi.base import lines
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
@@ -86,6 +87,7 @@ class Everywhere:
         moved = [name for name in SAME if not (TESTS_FOLDER / name).exists()]
         assert not moved, f"tests/device/plugin.py leaves out what is not there: {moved}"
         cupy = library.load()
+        lines._OTHERS += (os.path.dirname(__file__) + os.sep,)  # an error's lines are not these
         self._settings = cupy.cuda.runtime.settings()
         self._settings.hidden = False
         paths = [str(library.FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
