@@ -7,6 +7,7 @@ Nothing here depends on arrays or MPI.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -37,6 +38,7 @@ def part(n: int, parts: int, index: int) -> range:
     return range(start, start + short + (index < longer))
 
 
+@lru_cache  # ranks of a simulation ask for the same
 def split(n: int, parts: int) -> tuple[range, ...]:
     """Return all `parts` parts of `range(n)`, in order. See `part`."""
     return tuple(part(n, parts, index) for index in range(parts))

@@ -42,7 +42,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.backend.memory import leaving_out_others
 from nnmpi.base.command import leave_fork
-from nnmpi.base.errors import CommError, UsageError
+from nnmpi.base.errors import CommError, UsageError, name_ranks
 
 # Injected faults: ranks that die, stop or are slow, and messages that are late.
 #
@@ -523,7 +523,7 @@ class Scheduler:
             )
         ended = [rank.number for rank in self.ranks if rank.ended]
         if ended:
-            lines.append(f"  ended: {', '.join(f'rank {number}' for number in ended)}")
+            lines.append(f"  ended: {name_ranks(ended)}")
         cycle = _find_cycle({rank.number: list(rank._blames()) for rank in waiting})
         circle = " -> ".join(f"rank {number}" for number in cycle)
         head = "deadlock: no rank can continue" + (

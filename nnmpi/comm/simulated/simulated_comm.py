@@ -116,7 +116,7 @@ def checksum(memory: ByteArray | None) -> int:
     """Return the sum of the 8-byte words, to detect changed bytes (with near certainty)."""
     if memory is None:
         return 0
-    full = memory.size - memory.size % 8
+    full = memory.size & -8
     return int(memory[:full].view(np.uint64).sum()) + int.from_bytes(
         memory[full:].tobytes(), "little"
     )
@@ -315,6 +315,7 @@ class MessageBoard:
         bytes: bytes of all messages so far.
         sent, received: bytes of each rank, in messages and by the formulas of collectives.
         eager_bytes: the length of the longest message that leaves at once.
+        everyone: the ranks, in order.
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
         open: by rank, the requests started and not yet awaited.
@@ -323,10 +324,12 @@ class MessageBoard:
     """
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
-        self.scheduler, self.nodes = scheduler, machine.nodes_of(len(scheduler.ranks))
+        size = len(scheduler.ranks)
+        self.scheduler, self.everyone = scheduler, tuple(range(size))
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
-        self.sent, self.received = [0] * len(self.nodes), [0] * len(self.nodes)
-        self.machine, self._links = machine, Links(machine, len(self.nodes))
+        self.sent, self.received = [0] * size, [0] * size
+        self.machine, self.nodes = machine, machine.nodes_of(size)
+        self._links = Links(machine, size)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
@@ -371,8 +374,8 @@ class MessageBoard:
         call = len(ranks), nbytes or 1, machine
         item = min(algorithms, key=lambda algorithm: price(algorithm, *call))
         for rank, sent in zip(ranks, buffers_sent(item, len(ranks)), strict=True):
-            self.sent[rank] += round(sent * nbytes)
-            self.received[rank] += round(sent * nbytes)
+            for total in (self.sent, self.received):
+                total[rank] += round(sent * nbytes)
         seconds = price(item, *call)
         wire_s = seconds - price(item, len(ranks), 1, machine)
         return self._links.occupy(ranks, ready_s, wire_s) + seconds
@@ -406,7 +409,8 @@ class SimulatedComm(Closing):
         board: shared by all ranks.
         world: of this rank.
         local: this rank.
-        members: the communicator's ranks, by their numbers in the world, in order.
+        members: the communicator's ranks, by their numbers in the world, in order. All ranks of the
+            world have one tuple: 10,000 of their own took 3.6 GB.
         number: of the communicator.
     """
 

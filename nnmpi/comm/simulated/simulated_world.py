@@ -47,7 +47,7 @@ class SimulatedWorld:
     def __init__(self, board: MessageBoard, local: SimulatedRank) -> None:
         self._scheduler, self._local, self._made = board.scheduler, local, board.made
         self.machine: Machine | None = board.machine
-        self.comm = SimulatedComm(board, self, local, range(len(board.scheduler.ranks)), 0)
+        self.comm = SimulatedComm(board, self, local, board.everyone, 0)
         self.waiter: object = None
         self.collective_s, self.traffic = 0.0, Traffic()
         self.step: int | None = None
@@ -160,8 +160,8 @@ def simulate(
         >>> nnmpi.simulate(main, ranks=3)
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    ranks = check_int("ranks", ranks)
-    scheduler = Scheduler(ranks, seed, number("cpu_factor", cpu_factor), faults)
+    factor = number("cpu_factor", cpu_factor)
+    scheduler = Scheduler(check_int("ranks", ranks), seed, factor, faults)
     return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
 
 

@@ -158,7 +158,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     ),
     "missing send": (
         two(None, receive()),
-        r"deadlock: .*rank 1 waits for receive from rank 0 with tag 7, .*ended: rank 0, rank 2",
+        r"deadlock: .*rank 1 waits for receive from rank 0 with tag 7, .*ended: ranks 0, 2",
     ),
     "missing wait of a send": (
         missing_wait_of_a_send,
