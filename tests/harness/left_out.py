@@ -24,7 +24,8 @@ ALONE = 1  # a number of ranks on which nothing is dealt
 CASES = 8  # of a test that has no more, all run
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
-DEALT += ("test_docs.py", "test_examples.py", "commands/test_verify.py", "comm/test_fit.py")
+DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")
+DEALT += ("test_docs.py", "test_examples.py", "comm/test_fit.py")
 CHECKED = "layering/"  # by scripts/check, which every change passes
 # with --all: the contract itself, promised on every number of ranks
 EVERYWHERE = "equivalence/test_layouts.py"
