@@ -5,6 +5,7 @@ travel.
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -94,11 +95,17 @@ def train(
     }
 
 
+@cache
+def hosts(group: Group, setup: str, layout: Layout | None, epochs: int) -> dict[str, Any]:
+    """Return the run on the host, which several of the device's are compared with."""
+    return train(group, numpy_backend(), setup, FLOAT64, layout, epochs)
+
+
 def assert_equal(
     group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any
 ) -> None:
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
-    right = train(group, numpy_backend(), setup, FLOAT64, layout, options.get("epochs", 1))
+    right = hosts(group, setup, layout, options.get("epochs", 1))
     result = train(group, device, setup, mode, layout, **options)
     words = group.gather(differences(result, {name: right[name] for name in result}, LIMITS[mode]))
     assert not any(words), words

@@ -162,7 +162,8 @@ def is_compiled(y):
 
 def test_what_does_not_fit_is_computed_plainly():
     """Another dtype, odd sizes, another kernel, stride, border, dilation, groups or pooling."""
-    x, weight, bias = (Tensor(a, requires_grad=True) for a in draw((2, 6, 4, 6, 4)))
+    x, weight, bias = (Tensor(a, requires_grad=True) for a in draw((2, 6, 4, 5, 7)))
+    even = [Tensor(a) for a in draw((2, 6, 4, 6, 4))]
     wide = [Tensor(a.data.astype(np.float64), requires_grad=True) for a in (x, weight, bias)]
     with jit():
         results = [
@@ -172,7 +173,7 @@ def test_what_does_not_fit_is_computed_plainly():
             conv_relu_pool(x, weight, bias, stride=2, padding=1, pool=1),
             conv_relu_pool(x, weight, bias, padding=2),
             conv_relu_pool(x, weight, bias, padding=1, dilation=2, pool=1),
-            conv_relu_pool(x, weight[:, :, :3], bias, padding=1, groups=2),
+            conv_relu_pool(even[0], even[1][:, :, :3], even[2], padding=1, groups=2),
             conv_relu_pool(x, weight, bias, padding=1, pool=(2, 1)),
         ]
     for y in results:
