@@ -477,17 +477,9 @@ class PlainKernels:
         gemm(q, k.swapaxes(2, 3), out=scores)
         scores *= 1 / sqrt(q.shape[3])
         scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
-        gemm(self.cast(self.softmax(scores, 3), q.dtype), v, out=y)
+        gemm(self.cast(self.along(softmax_rows, 3, scores), q.dtype), v, out=y)
 
     # ---- rows
-
-    def softmax(self, x: Array, axis: int) -> Array:
-        """Return e^x / sum(e^x) along an axis."""
-        return self.along(_softmax, axis, x)
-
-    def softmax_grad(self, grad: Array, y: Array, axis: int) -> Array:
-        """Return the gradient."""
-        return self.along(_softmax_grad, axis, grad, y)
 
     def along(self, formula: Any, axis: int, *arrays: Array) -> Array:
         """Return a formula's rows, which are along an axis of arrays of one shape."""
@@ -996,13 +988,13 @@ def _relu_grad(grad: Array, y: Array) -> Array:
     return masked(y > 0, grad)
 
 
-def _softmax(x: Array) -> tuple[Array]:
+def softmax_rows(x: Array) -> tuple[Array]:
     y = np.exp(x - largest(x))
     y /= row_totals(y)
     return (y,)
 
 
-def _softmax_grad(grad: Array, y: Array) -> tuple[Array]:
+def softmax_rows_grad(grad: Array, y: Array) -> tuple[Array]:
     weighted = grad * y
     return (weighted - y * row_totals(weighted),)
 

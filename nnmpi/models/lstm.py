@@ -4,8 +4,8 @@ from nnmpi.base.errors import check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
-from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module, Uniform
+from nnmpi.nn.recurrent import LSTM
 from nnmpi.nn.sharding import Sharding
 
 BOUND = 0.1  # of the uniform initial values of embedding and output

@@ -38,22 +38,27 @@ from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.errors import CheckpointError, NnmpiError, is_own
 from nnmpi.base.files import foreign, parse_json, write_atomically
 from nnmpi.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose2d
-from nnmpi.nn.gru import GRU, GRULayer
 from nnmpi.nn.linear import Linear
-from nnmpi.nn.lstm import LSTM, LSTMDirection
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.nn.rnn import GRUCell, LSTMCell, RNNCell
+from nnmpi.nn.recurrent import (
+    GRU,
+    LSTM,
+    GRUCell,
+    GRULayer,
+    LSTMCell,
+    LSTMDirection,
+    RNNCell,
+)
 from nnmpi.nn.transformer import MultiheadAttention
 from nnmpi.ops.attention import Attention, PackedAttention
-from nnmpi.ops.conv.conv2d import Conv2dFunction
-from nnmpi.ops.conv.transposed import ConvTranspose2dFunction
+from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
-from nnmpi.ops.lstm import RecurrentFunction
 from nnmpi.ops.norm import BatchNormFunction, GroupNormFunction, LayerNormFunction
 from nnmpi.ops.pool import Pool2dFunction
+from nnmpi.ops.recurrent import RecurrentFunction
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.reduce import MatMul

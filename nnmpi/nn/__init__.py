@@ -20,13 +20,11 @@ from nnmpi.nn.activation import *
 from nnmpi.nn.container import *
 from nnmpi.nn.conv import *
 from nnmpi.nn.experts import *
-from nnmpi.nn.gru import *
 from nnmpi.nn.linear import *
-from nnmpi.nn.lstm import *
 from nnmpi.nn.mode import *
 from nnmpi.nn.module import *
 from nnmpi.nn.norm import *
-from nnmpi.nn.rnn import *
+from nnmpi.nn.recurrent import *
 from nnmpi.nn.sharding import *
 from nnmpi.nn.transformer import *
 

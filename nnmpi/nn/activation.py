@@ -12,7 +12,18 @@ from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.nn.mode import current, note_mask, warn_later
 from nnmpi.nn.module import Module
-from nnmpi.ops.activation import gelu, leaky_relu, log_softmax, relu, sigmoid, silu, softmax, tanh
+from nnmpi.ops.activation import (
+    elu,
+    gelu,
+    leaky_relu,
+    log_softmax,
+    relu,
+    sigmoid,
+    silu,
+    softmax,
+    softplus,
+    tanh,
+)
 from nnmpi.ops.dropout import MaskKey, dropout
 from nnmpi.ops.loss import (
     binary_cross_entropy,
@@ -25,7 +36,6 @@ from nnmpi.ops.loss import (
     mse,
     nll,
 )
-from nnmpi.ops.soft import elu, softplus
 from nnmpi.tensor.tensor import Tensor
 
 __all__ = [

@@ -34,7 +34,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv.conv2d import conv_relu_pool
+from nnmpi.ops.conv.convolution import conv_relu_pool
 from nnmpi.ops.embedding import TokenRows, is_small
 from nnmpi.tensor.tensor import Tensor, concatenate
 

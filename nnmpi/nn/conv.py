@@ -7,9 +7,7 @@ from nnmpi.backend.array import Shape
 from nnmpi.backend.windows import PairLike, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
-from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.conv.conv3d import Triple, conv3d, triple
-from nnmpi.ops.conv.transposed import conv_transpose2d
+from nnmpi.ops.conv.convolution import Triple, conv2d, conv3d, conv_transpose2d, triple
 from nnmpi.ops.pool import (
     avg_pool2d,
     max_pool2d,

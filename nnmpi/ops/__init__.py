@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any
 from nnmpi.base.words import missing_from, offer
 from nnmpi.ops.activation import *
 from nnmpi.ops.attention import *
-from nnmpi.ops.conv.conv2d import *
-from nnmpi.ops.conv.conv3d import *
-from nnmpi.ops.conv.transposed import *
+from nnmpi.ops.conv.convolution import *
 from nnmpi.ops.dropout import *
 from nnmpi.ops.embedding import *
-from nnmpi.ops.gru import *
 from nnmpi.ops.linear import *
 from nnmpi.ops.loss import *
-from nnmpi.ops.lstm import *
 from nnmpi.ops.norm import *
 from nnmpi.ops.pool import *
-from nnmpi.ops.rnn import *
-from nnmpi.ops.soft import *
+from nnmpi.ops.recurrent import *
 
 if TYPE_CHECKING:
     from nnmpi.ops.collectives import *

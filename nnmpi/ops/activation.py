@@ -1,31 +1,31 @@
-"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, softmax.
+"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, ELU, softplus, softmax.
 
-Their arithmetic, with the derivatives, is in `backend.plain`. GELU is x times the normal
+The arithmetic of most, with the derivatives, is in `backend.plain`. GELU is x times the normal
 distribution's cumulative function (Hendrycks and Gimpel, 2016). There are two forms: the exact one
 with the error function, and GPT-2's approximation with the hyperbolic tangent. Softmax and its
 logarithm are shifted by each row's largest element, so that nothing overflows.
 """
 
-from typing import Any, Never
+from collections.abc import Callable
+from typing import Any, ClassVar, Never
 
 import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import Activation, largest
-from nnmpi.base.errors import ShapeError
+from nnmpi.backend.plain import Activation, largest, logistic, softmax_rows, softmax_rows_grad
+from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.elementwise import activated, gelu_form
-from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import (
-    checked_axes,
-    operands,
-    require_floating,
-)
+from nnmpi.tensor.function import Elementwise, Function, Grads
+from nnmpi.tensor.operand import checked_axes, operands, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
-__all__ = ["gelu", "leaky_relu", "log_softmax", "relu", "sigmoid", "silu", "softmax", "tanh"]
+__all__ = [
+    *("elu", "gelu", "leaky_relu", "log_softmax", "relu", "sigmoid", "silu", "softmax"),
+    *("softplus", "tanh"),
+]
 
 
 def relu(x: Tensor, **words: Never) -> Tensor:
@@ -70,16 +70,80 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return activated(gelu_form(approximate), x)
 
 
+class Soft(Elementwise):
+    """A function, elementwise, whose derivative is computed with the value, block by block.
+
+    Args:
+        evaluate: (x, *numbers) -> the values and the derivatives, a row formula (see
+            `PlainKernels.rows`).
+        numbers: floats.
+    """
+
+    __slots__ = ("evaluate", "numbers")
+
+    computes = "float32"
+
+    def __init__(self, evaluate: Callable[..., tuple[Array, ...]], *numbers: float) -> None:
+        self.evaluate, self.numbers = evaluate, numbers
+
+    def forward(self, x: Array) -> Array:
+        y, *self.saved = kernels_of(x).rows(self.evaluate, x, *self.numbers)
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        return (grad * self.saved[0],)
+
+
+def _elu(x: Array, alpha: float) -> tuple[Array, ...]:
+    below = np.minimum(x, 0)
+    # not by `where`, which mispredicts branches of random signs: it took a third of the time
+    rest = (x > 0) * (x.dtype.type(1) * (1 - alpha))
+    return np.maximum(x, 0) + alpha * np.expm1(below), alpha * np.exp(below) + rest
+
+
+def _softplus(x: Array, beta: float, threshold: float) -> tuple[Array, ...]:
+    scaled = x * beta
+    small, linear = np.exp(-abs(scaled)), scaled > threshold
+    y = (np.maximum(scaled, 0) + np.log1p(small)) / beta
+    return np.where(linear, x, y), np.where(linear, 1, logistic(scaled, small))
+
+
+def elu(x: Tensor, alpha: float = 1.0, **words: Never) -> Tensor:
+    """Return x where positive, alpha (e^x - 1) elsewhere (Clevert et al., 2016), elementwise."""
+    refuse_words("elu", words)
+    return _soft("elu", x, _elu, number("elu's alpha", alpha))
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Never) -> Tensor:
+    """Return log(1 + e^(beta x)) / beta, elementwise; x itself where beta x is above the threshold.
+
+    Raises:
+        UsageError: unless beta is above 0.
+    """
+    refuse_words("softplus", words)
+    if not number("softplus's beta", beta):
+        raise UsageError(f"softplus's beta is {beta}; give a number above 0")
+    return _soft("softplus", x, _softplus, beta, number("threshold", threshold))
+
+
+def _soft(name: str, x: Tensor, *formula: Any) -> Tensor:
+    return Soft(formula[0], *map(float, formula[1:]))(require_floating(name, x))
+
+
 class SoftmaxFunction(Function):
     """e^x / sum(e^x) along an axis.
 
     Args:
         axis: along which the results add up to 1.
+
+    Attributes:
+        formulas: of rows: x -> y, and (gradient, y) -> the gradient of x.
     """
 
     __slots__ = ("axis",)
 
     computes = "kernels"
+    formulas: ClassVar[Any] = softmax_rows, softmax_rows_grad
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
@@ -90,13 +154,13 @@ class SoftmaxFunction(Function):
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
-        y: Array = kernels.softmax(x, self.axis)
+        y = kernels.along(self.formulas[0], self.axis, x)
         self.saved = (y, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         y, kernels = self.saved
-        return (kernels.softmax_grad(grad, y, self.axis),)
+        return (kernels.along(self.formulas[1], self.axis, grad, y),)
 
 
 def _log_softmax(x: Array) -> tuple[Array]:
@@ -114,16 +178,7 @@ class LogSoftmaxFunction(SoftmaxFunction):
     __slots__ = ()
 
     computes = "float32"
-
-    def forward(self, x: Array) -> Array:
-        kernels = kernels_of(x)
-        y: Array = kernels.along(_log_softmax, self.axis, x)
-        self.saved = (y, kernels)
-        return y
-
-    def backward(self, grad: Array) -> Grads:
-        y, kernels = self.saved
-        return (kernels.along(_log_softmax_grad, self.axis, grad, y),)
+    formulas = _log_softmax, _log_softmax_grad
 
 
 def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
@@ -133,7 +188,7 @@ def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
         ShapeError: when x has no such axis, or no elements along it.
     """
     refuse_words("softmax", words)
-    y: Tensor = SoftmaxFunction(_checked_axis("softmax", x, axis))(x)
+    y = SoftmaxFunction(_checked_axis("softmax", x, axis))(x)
     y.made_by = "softmax"
     return y
 

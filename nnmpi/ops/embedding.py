@@ -1,7 +1,7 @@
 """The embedding: rows of a table picked by integers.
 
 A recurrent layer multiplies each row by its weight. `TokenRows` gives it table and integers
-instead, so that it multiplies the table, which may have fewer rows (see `ops.lstm`).
+instead, so that it multiplies the table, which may have fewer rows (see `ops.recurrent`).
 """
 
 from collections.abc import Callable

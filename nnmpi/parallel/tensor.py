@@ -40,9 +40,9 @@ from nnmpi.nn.activation import ACTIVATIONS, Dropout, Flatten, LogSoftmax, Softm
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
+from nnmpi.nn.recurrent import LSTM
 from nnmpi.nn.sharding import Sharding, ShardingTable, Units, find
 from nnmpi.ops.collectives import PartExchange
 from nnmpi.ops.conv.algorithm import ConvSpec

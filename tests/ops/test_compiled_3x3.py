@@ -25,7 +25,7 @@ def products(monkeypatch):
     """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but
     right.
     """
-    monkeypatch.setattr("nnmpi.ops.conv.conv2d.FEWEST_OUTPUTS", 1)
+    monkeypatch.setattr("nnmpi.ops.conv.convolution.FEWEST_OUTPUTS", 1)
     if not load().has_products():
         pytest.skip("this NumPy's BLAS cannot be called from compiled code")
 

@@ -9,7 +9,7 @@ from nnmpi import Tensor
 from nnmpi.ops import conv2d, conv_relu_pool, max_pool2d, relu
 from nnmpi.ops.conv import winograd_numpy
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.conv2d import Conv2dFunction, choose
+from nnmpi.ops.conv.convolution import Conv2dFunction, choose
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
 from tests.ops.test_conv_relu_pool import compare

@@ -864,7 +864,7 @@ FAULTS = (
     ),
     Fault(
         "token rows: a table's gradient without the repeated entries",
-        "nnmpi/ops/lstm.py",
+        "nnmpi/ops/recurrent.py",
         "return gemm(is_entry, grad)",
         "return gemm(is_entry / is_entry.sum(1, keepdims=True), grad)",
         "tests/ops/test_token_rows.py",

@@ -15,7 +15,7 @@ import nnmpi.ops
 import nnmpi.tensor
 from nnmpi import NnmpiError, Tensor, tensor
 from nnmpi.base.errors import DtypeError
-from nnmpi.ops.conv.conv2d import Conv2dFunction
+from nnmpi.ops.conv.convolution import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.tensor import Function, check_gradients

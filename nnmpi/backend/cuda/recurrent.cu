@@ -1,4 +1,4 @@
-// Time steps of recurrent layers beside their products, see nnmpi/ops/lstm.py and nnmpi/ops/gru.py.
+// Time steps of recurrent layers beside their products, see nnmpi/ops/recurrent.py.
 // A thread computes whole cells, one element of the state each: a step has so few that packs of
 // 16 bytes would leave most multiprocessors without work. It reads all before it writes: the
 // compiler, to which the arrays might overlap, would let loads wait for stores.

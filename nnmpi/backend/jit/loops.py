@@ -296,7 +296,7 @@ def softmax_loss(logits, labels, losses, gradient):
         result[label] -= _ONE
 
 
-# A step of LSTM without its product, see `ops.lstm`: the gates are i, f, o, g.
+# A step of LSTM without its product, see `ops.recurrent`: the gates are i, f, o, g.
 
 
 @inlined

@@ -16,19 +16,15 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.plain import Activation
 from nnmpi.base.errors import UsageError
 from nnmpi.lab.onnx.graph import END, GraphValue, OnnxGraph
-from nnmpi.ops.activation import LogSoftmaxFunction, SoftmaxFunction
+from nnmpi.ops.activation import LogSoftmaxFunction, Soft, SoftmaxFunction
 from nnmpi.ops.attention import Attention, PackedAttention
-from nnmpi.ops.conv.conv2d import Conv2dFunction
-from nnmpi.ops.conv.transposed import ConvTranspose2dFunction
+from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.experts import Experts
-from nnmpi.ops.gru import GRUFunction
 from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
-from nnmpi.ops.lstm import LSTMFunction
 from nnmpi.ops.norm import FixedNormFunction, GroupNormFunction, LayerNormFunction
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Upsample2dFunction
-from nnmpi.ops.rnn import RNNFunction
-from nnmpi.ops.soft import Soft
+from nnmpi.ops.recurrent import GRUFunction, LSTMFunction, RNNFunction
 from nnmpi.tensor.elementwise import ActivationFunction, Clip, Extremum, Pointwise, Power, Where
 from nnmpi.tensor.function import AsType, Function
 from nnmpi.tensor.reduce import Largest, MatMul, Sum, Variance

@@ -11,10 +11,10 @@
     CompiledWinograd  NumPy, numba     16 of them in one compiled pass (see `nnmpi.jit`)
     CompiledDirect    NumPy, numba     no matrices: few input channels, with ReLU and pooling
 
-Start with `algorithm` (the specification, and an algorithm's interface) and `conv2d` (the
-operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
+Start with `algorithm` (the specification, and an algorithm's interface) and `convolution`
+(the operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
 algorithms pool by `backend.planes`.
 
-To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`, or for a device
-to `on_device`. Compiled kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.
+To add an algorithm, subclass `Algorithm` and add its condition to `convolution.choose`, or for a
+device to `on_device`. Compiled kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.
 """

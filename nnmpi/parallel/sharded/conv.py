@@ -30,7 +30,7 @@ from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import CATEGORY, copy, sum_over_ranks
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.conv2d import convolve
+from nnmpi.ops.conv.convolution import convolve
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.tensor.function import Function

@@ -31,7 +31,7 @@ from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import sum_over_ranks
-from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.ops.conv.convolution import conv2d
 from nnmpi.ops.embedding import TableRows, embedding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution, divided, part_of

@@ -1,4 +1,4 @@
-"""The operation: its Function, its checks of shapes and dtypes, the choice of an algorithm.
+"""The operations: their Functions, checks of shapes and dtypes, the choice of an algorithm.
 
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
@@ -26,6 +26,22 @@ any library                 otherwise                              None: conv2d,
 The choice depends on shapes, dtypes and switches alone, never on timings: a repeated run has the
 same bits. In half precision a device computes in float16 or bfloat16; NumPy computes in float32 and
 rounds the result.
+
+In three dimensions the planes of a volume lie side by side as channels of images. So x is copied
+kernel_depth times, and the planes' sum is the product's own:
+
+    x        (n, depth, h, w, c) -> (n * out_depth, h, w, kernel_depth * c), copies
+    weight   (kernel_depth, kh, kw, c, out) -> (kh, kw, kernel_depth * c, out)
+
+A transposed convolution goes from small images to large ones, as in a decoder. Its forward and
+backward change places with those of an ordinary convolution C from (H, W, o) to (h, w, c), whose
+algorithms compute both (Dumoulin and Visin, "A guide to convolution arithmetic for deep learning",
+2016, section 4):
+
+    x (n, h, w, c)  --each pixel times the kernel, added to its window of y-->  y (n, H, W, o)
+
+    forward     y = C's input gradient for the output gradient x
+    backward    dx = C(dy),     dW = C's weight gradient for images dy and output gradient x
 """
 
 import numpy as np
@@ -33,8 +49,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32
-from nnmpi.backend.windows import PairLike, out_size, pair
-from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair
+from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
@@ -47,9 +63,9 @@ from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, grad_enabled, lowered
 from nnmpi.tensor.operand import given, require_floating
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, stack
 
-__all__ = ["conv2d", "conv_relu_pool"]
+__all__ = ["conv2d", "conv3d", "conv_relu_pool", "conv_transpose2d"]
 
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
 # products that they save. Measured for 32 images of 32 x 32, forward and backward (Xeon): from 24
@@ -309,3 +325,189 @@ def checked_spec(
                 f" {border[axis]}"
             )
     return ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
+
+
+Triple = int | tuple[int, int, int]
+
+
+def triple(name: str, value: Triple, least: int) -> tuple[int, int, int]:
+    """Convert an integer or three (depth, rows, columns) to three; check them.
+
+    Raises:
+        UsageError: for a value below `least`, or another number of values.
+    """
+    values = check_ints(name, value if isinstance(value, tuple | list) else (value,) * 3, least)
+    if len(values) != 3:
+        raise UsageError(f"{name} must be one or three whole numbers, not {value!r}")
+    return values
+
+
+def conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Triple = 1,
+    padding: Triple = 0,
+    dilation: Triple = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return the three-dimensional convolution of volumes with a bank of kernels.
+
+    Args:
+        x: (batch, depth, height, width, in).
+        weight: (kernel_depth, kernel_height, kernel_width, in / groups, out).
+        bias: (out,), or None.
+        stride, padding, dilation: one number, or one for each axis. Padding is with zeros.
+        groups: see `conv2d`.
+
+    Returns:
+        (batch, out_depth, out_height, out_width, out), sizes as for `conv2d`.
+
+    Same errors as `conv2d`.
+    """
+    (step, *steps), (border, *borders), (gap, *gaps) = (
+        triple(*item)
+        for item in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
+    )
+    for item in (x, weight):
+        require_floating("conv3d", item)
+    if x.ndim != 5 or weight.ndim != 5:
+        raise ShapeError(
+            f"conv3d of {x.shape} and a weight {weight.shape} needs (batch, depth, height, width,"
+            " channels) and (kernel_depth, kernel_height, kernel_width, in / groups, out)"
+        )
+    if border:
+        x = x.pad(((0, 0), (border, border), (0, 0), (0, 0), (0, 0)))
+    groups, (n, depth, h, w, c), (kernel, *sides, per, out) = (
+        check_int("groups", groups), x.shape, weight.shape
+    )  # fmt: skip
+    planes = (depth - gap * (kernel - 1) - 1) // step + 1
+    if planes < 1 or c != per * groups:
+        raise ShapeError(f"conv3d of kernels {weight.shape} does not fit volumes {x.shape}")
+    # within each group of channels, so that groups stay together
+    taps = [
+        x[:, i * gap : i * gap + step * (planes - 1) + 1 : step].reshape(
+            n * planes, h, w, groups, per
+        )
+        for i in range(kernel)
+    ]
+    y = conv2d(
+        stack(taps, 4).reshape(n * planes, h, w, kernel * c),
+        weight.transpose(1, 2, 0, 3, 4).reshape(*sides, kernel * per, out),
+        bias,
+        (steps[0], steps[1]),
+        (borders[0], borders[1]),
+        (gaps[0], gaps[1]),
+        groups,
+    )
+    return y.reshape(n, planes, *y.shape[1:])
+
+
+class ConvTranspose2dFunction(Function):
+    """A convolution of images (n, h, w, c) from small to large, see the head of this file.
+
+    Args:
+        spec: the ordinary convolution from y to x.
+        size: rows and columns of the result.
+    """
+
+    __slots__ = ("size", "spec")
+
+    computes = "product"
+
+    def __init__(self, spec: ConvSpec, size: RowsAndColumns) -> None:
+        self.spec, self.size = spec, size
+
+    def forward(self, x: Array, weight: Array) -> Array:
+        xp, dtype = self.xp, x.dtype
+        x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
+        x = x if self.product_dtype is None else cast(x, self.product_dtype)
+        y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
+        convolution = _algorithm(y, self.spec, x.shape[3])
+        convolution.backward(x, y, weight, None, Gradients(y, None, None))
+        self.saved = (x, weight, dtype)
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        (x, weight, dtype), xp = self.saved, self.xp
+        grad, to_x, to_weight = xp.ascontiguousarray(grad), None, None
+        convolution = _algorithm(grad, self.spec, x.shape[3])
+        if self.needs[0]:
+            to_x = xp.empty(x.shape, x.dtype)
+            convolution.forward(grad, weight, None, to_x, False)
+            to_x = cast(to_x, dtype)
+        if self.needs[1]:
+            to_weight = place_for(self, 1, weight.shape, weight.dtype)
+            convolution.backward(x, grad, weight, None, Gradients(None, to_weight, None))
+        return to_x, to_weight
+
+
+def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
+    """Return the algorithm for the ordinary convolution of y."""
+    return Im2col(spec) if isinstance(y, np.ndarray) else on_device(y, spec, outputs)
+
+
+def conv_transpose2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: PairLike = 1,
+    padding: PairLike = 0,
+    output_padding: PairLike = 0,
+    dilation: PairLike = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Transposed convolution: (n, h, w, c) -> (n, H, W, o).
+
+    H = (h - 1) stride - 2 padding + reach + extra.
+
+    Args:
+        x: (n, h, w, c).
+        weight: (kh, kw, o / groups, c).
+        bias: (o,), or None.
+        stride, padding, dilation: one number, or one for rows and one for columns, of the
+            convolution from y to x.
+        output_padding: extra rows and columns of y at its end, fewer than stride.
+        groups: channels are split into this many groups that do not mix.
+
+    Raises:
+        ShapeError: when shapes do not fit one another.
+        UsageError: for options out of range.
+        DtypeError: when x, weight and bias differ in dtype.
+    """
+    may_meet("conv_transpose2d", require_floating("conv_transpose2d", x), weight, *given(bias))
+    steps = pair("stride", stride, 1)
+    border = pair("padding", padding, 0)
+    spread = pair("dilation", dilation, 1)
+    extra = pair("output_padding", output_padding, 0)
+    if extra[0] >= steps[0] or extra[1] >= steps[1]:
+        raise UsageError(
+            f"output_padding {output_padding} is not below stride {stride}; give 0, or a larger"
+            " stride"
+        )
+    if (
+        x.ndim != 4
+        or weight.ndim != 4
+        or x.shape[3] != weight.shape[3]
+        or x.shape[3] % check_int("groups", groups)
+    ):
+        raise ShapeError(
+            "conv_transpose2d needs images (n, h, w, c) and a weight (kh, kw, o / groups, c), c a"
+            f" multiple of groups, not {x.shape} and {weight.shape} with {groups} groups"
+        )
+    if bias is not None and bias.shape != (weight.shape[2] * groups,):
+        raise ShapeError(
+            f"conv_transpose2d's bias has shape {bias.shape}; give ({weight.shape[2] * groups},)"
+        )
+    axes = zip(x.shape[1:3], weight.shape[:2], steps, border, spread, extra, strict=True)
+    rows, columns = (
+        (n - 1) * step - 2 * edge + apart * (k - 1) + 1 + more
+        for n, k, step, edge, apart, more in axes
+    )
+    if min(rows, columns) < 1:
+        raise ShapeError(
+            f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
+        )
+    spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
+    y = ConvTranspose2dFunction(spec, (rows, columns))(x, weight)
+    return y if bias is None else y + bias

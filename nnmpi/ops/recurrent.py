@@ -1,4 +1,4 @@
-"""LSTM layers over sequences, with backpropagation through time, one operation per layer.
+"""Recurrent layers over sequences, with backpropagation through time, one operation per layer.
 
     x (batch, time, in)  --the running sequences of each time step-->  packed (rows, in)
         gates = packed W + b                  one product for all steps
@@ -25,6 +25,12 @@ saves the tanh instead of the sigmoids: NumPy's steps then have a third fewer ca
 
 On a device a step is a product and a kernel, each way. The states lie beside the initial one (see
 `States`), so that a step reads the one before it in place.
+
+A GRU's and Elman's layers are computed in the same way:
+
+    r, z = sigmoid(x W + h R + b)                         h = tanh(x W + h R + b)
+    n = tanh(x W_n + b_n + r * (h R_n + bias_n))              or a ReLU instead of tanh
+    h = n + z * (h - n)
 """
 
 from __future__ import annotations
@@ -39,15 +45,15 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, empty, is_array, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
-from nnmpi.base.errors import DtypeError, ShapeError
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import require_floating, values_or_refuse
+from nnmpi.tensor.operand import given, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
-__all__ = ["lstm"]
+__all__ = ["gru", "lstm", "rnn"]
 
 
 @dataclass(frozen=True)
@@ -271,6 +277,7 @@ class RecurrentFunction(Function):
 
     computes = "float32"
     is_call = True
+    captured = True
 
     def first_grads(
         self,
@@ -460,3 +467,187 @@ def _checked(lengths: Array | None, time: int) -> Array | None:
         row = int(wrong.argmax())
         raise ShapeError(f"lstm's length {values[row]} of sequence {row} is outside 1..{time}")
     return values
+
+
+class GRUFunction(RecurrentFunction):
+    """One layer: h over time, (batch, time, features)."""
+
+    __slots__ = ()
+
+    def forward(
+        self,
+        x: Array,
+        weight: Array,
+        recurrent: Array,
+        bias: Array,
+        bias_n: Array,
+        h: Any,
+        table: Any,
+    ) -> Array:
+        xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
+        packing = Packing((batch,) * time)
+        inputs = InputRows.of(packing, x, table)
+        kernels = kernels_of(weight)
+        weights = weight, recurrent, bias, 2 * features
+        products, factor, shift = kernels.recurrent_gates(inputs.rows, *weights)
+        gates = inputs.pick(products)
+        bias_n = xp.ascontiguousarray(bias_n)
+        times = multiplier(factor)
+        hidden = States.of(xp, packing, False, gates, (batch, features), h)
+        inner = empty(xp, hidden.after.shape, gates.dtype)
+        scratch = empty(xp, (batch, 3 * features), gates.dtype)
+        for here, n, earlier in steps(packing.sizes, False):
+            before = hidden.before(earlier, n)
+            times(before, scratch)
+            after = bias_n, inner[here], before, hidden.after[here]
+            kernels.gru_step(gates[here], scratch, shift, *after)
+        if True in self.needs:
+            self.saved = (inputs, weight, recurrent, gates, inner, hidden, kernels)
+        return packing.padded(hidden.after)
+
+    def backward(self, grad: Array) -> Grads:
+        inputs, weight, recurrent, gates, inner, hidden, kernels = self.saved
+        xp, (batch, time, features) = namespace(grad), grad.shape
+        packing = Packing((batch,) * time)
+        to_hidden, to_h = packing.pack(grad), xp.zeros_like(hidden.first)
+        # the gradients of x W + b and of h R, which differ in n's columns
+        to_gates, to_product = (empty(xp, gates.shape, gates.dtype) for _ in range(2))
+        times = multiplier(recurrent.T)
+        for here, n, earlier in reversed(list(steps(packing.sizes, False))):
+            before, product = hidden.before(earlier, n), to_product[here]
+            after = inner[here], before, to_hidden[here], to_h
+            kernels.gru_step_grad(gates[here], to_gates[here], product, *after)
+            times(product, to_h, True)
+        to_inner = None
+        rest = hidden, weight, to_gates, to_product
+        *first, to_table = self.first_grads(packing, inputs, *rest)
+        if self.needs[4]:
+            to_inner = place_for(self, 4, (features,), grad.dtype)
+            bias_grad(to_product[:, 2 * features :], to_inner)
+        return *first, to_inner, to_h if self.needs[5] else None, to_table
+
+
+def gru(
+    x: Tensor | TokenRows,
+    weight: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    bias_n: Tensor,
+    state: Any = None,
+) -> Tensor:
+    """Return h over time of a GRU layer (Cho et al., 2014), in the form of cuDNN and PyTorch.
+
+    Mixed precision computes in float32, a device's products in tf32.
+
+    Args:
+        x: (batch, time, in); or `TokenRows`, if they `are_many`.
+        weight: (in, 3 features), the gates r, z, n side by side.
+        recurrent: (features, 3 features).
+        bias: (3 features,).
+        bias_n: (features,), added to the product of n's gate before r multiplies it.
+        state: the first h, (batch, features); None for 0.
+
+    Returns:
+        (batch, time, features).
+
+    Raises:
+        ShapeError: when the shapes do not fit.
+        DtypeError: when the dtypes differ.
+    """
+    parameters = weight, recurrent, bias, bias_n
+    values, table, rows = opened(x)
+    arrays = *parameters, *given(state)
+    may_meet("gru", require_floating("gru", rows), *arrays)
+    n = recurrent.shape[0]
+    expected = (x.shape[-1], 3 * n), (n, 3 * n), (3 * n,), (n,), (x.shape[0], n)
+    check_shapes("gru", x, arrays, *expected)
+    return GRUFunction()(values, *parameters, state, table)
+
+
+class RNNFunction(RecurrentFunction):
+    """One layer: h over time, (batch, time, features).
+
+    Args:
+        rectifies: whether a step ends in a ReLU instead of tanh.
+    """
+
+    __slots__ = ("rectifies",)
+
+    def __init__(self, rectifies: bool) -> None:
+        self.rectifies = rectifies
+
+    def forward(
+        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, table: Any
+    ) -> Array:
+        xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
+        packing = Packing((batch,) * time)
+        inputs = InputRows.of(packing, x, table)
+        products = empty(xp, (len(inputs.rows), features), weight.dtype)
+        gemm(inputs.rows, weight, out=products)
+        xp.add(products, bias, out=products)
+        sums = inputs.pick(products)
+        times = multiplier(recurrent)
+        hidden = States.of(xp, packing, False, sums, (batch, features), h)
+        scratch = empty(xp, (batch, features), sums.dtype)
+        for here, n, earlier in steps(packing.sizes, False):
+            times(hidden.before(earlier, n), scratch)
+            y = xp.add(sums[here], scratch, out=hidden.after[here])
+            if self.rectifies:
+                xp.maximum(y, 0, out=y)
+            else:
+                xp.tanh(y, out=y)
+        if True in self.needs:
+            self.saved = (inputs, weight, recurrent, hidden)
+        return packing.padded(hidden.after)
+
+    def backward(self, grad: Array) -> Grads:
+        inputs, weight, recurrent, hidden = self.saved
+        (batch, time, _) = grad.shape
+        packing = Packing((batch,) * time)
+        to_h, to_sums = np.zeros_like(hidden.first), packing.pack(grad.copy())
+        times = multiplier(recurrent.T)
+        for here, _, _ in reversed(list(steps(packing.sizes, False))):
+            y, slopes = hidden.after[here], to_sums[here]
+            slopes += to_h
+            slopes *= y > 0 if self.rectifies else 1 - y * y
+            times(slopes, to_h)
+        *first, to_table = self.first_grads(packing, inputs, hidden, weight, to_sums)
+        return *first, to_h if self.needs[4] else None, to_table
+
+
+def rnn(
+    x: Tensor | TokenRows,
+    weight: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    state: Any = None,
+    nonlinearity: str = "tanh",
+) -> Tensor:
+    """Return h over time of a recurrent layer (Elman, "Finding structure in time", 1990).
+
+    Args:
+        x: (batch, time, in); or `TokenRows`, if they `are_many`.
+        weight: (in, features).
+        recurrent: (features, features).
+        bias: (features,).
+        state: the first h, (batch, features); None for 0.
+        nonlinearity: "tanh" or "relu".
+
+    Returns:
+        (batch, time, features).
+
+    Raises:
+        ShapeError: when the shapes do not fit.
+        DtypeError: when the dtypes differ.
+        UsageError: for another nonlinearity.
+    """
+    if nonlinearity not in ("tanh", "relu"):
+        raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
+    parameters = weight, recurrent, bias
+    values, table, rows = opened(x)
+    arrays = *parameters, *given(state)
+    may_meet("rnn", require_floating("rnn", rows), *arrays)
+    n = recurrent.shape[0]
+    expected = (x.shape[-1], n), (n, n), (n,), (x.shape[0], n)
+    check_shapes("rnn", x, arrays, *expected)
+    return RNNFunction(nonlinearity == "relu")(values, *parameters, state, table)
