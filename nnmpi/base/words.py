@@ -7,7 +7,7 @@ such error.
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from inspect import signature
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 TABLE = Path(__file__).with_name("names.md")
 PAGE = "docs/reference/names.md"
 # variables and Python's words in a row's code
@@ -156,6 +157,28 @@ def refuse_words(function: str, words: Iterable[str]) -> None:
             f"{function}() got an unexpected keyword argument {name!r}"
             f"{_instead_of_argument(name, function)}"
         )
+
+
+def answered(function: F) -> F:
+    """Let a function say what to write instead of an argument that it does not have."""
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except TypeError as error:
+            if name := _unexpected(error):
+                refuse_words(function.__name__, [name])
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def _unexpected(error: TypeError) -> str:
+    """Return the name of an argument that a call refused, not something within what it called."""
+    trace = error.__traceback__
+    found = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
+    return found[1] if found and trace is not None and trace.tb_next is None else ""
 
 
 def answering(kind: type[T]) -> type[T]:

@@ -67,7 +67,7 @@ __all__ = [
 class ReLU(Module):
     """max(x, 0)"""
 
-    forward = staticmethod(relu)  # type: ignore[assignment]
+    forward = staticmethod(relu)
 
 
 class LeakyReLU(Module):
@@ -117,7 +117,7 @@ class GELU(Module):
 class SiLU(Module):
     """x * sigmoid(x)"""
 
-    forward = staticmethod(silu)  # type: ignore[assignment]
+    forward = staticmethod(silu)
 
 
 class Tanh(Module):

@@ -9,9 +9,10 @@ from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.convolution import Triple, conv2d, conv3d, conv_transpose2d, triple
 from nnmpi.ops.pool import (
-    avg_pool2d,
-    max_pool2d,
+    AvgPool2dFunction,
+    MaxPool2dFunction,
     pool_windows,
+    pooled,
     upsample,
     window_means,
 )
@@ -258,7 +259,7 @@ class MaxPool2d(Pool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
-        return max_pool2d(x, *self.over)
+        return pooled(MaxPool2dFunction, x, self.over)
 
 
 class AvgPool2d(Pool2d):
@@ -266,7 +267,7 @@ class AvgPool2d(Pool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
-        return avg_pool2d(x, *self.over)
+        return pooled(AvgPool2dFunction, x, self.over)
 
 
 class Pool1d(_OverTime, Pool2d):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 from types import FunctionType
-from typing import Any, ClassVar, Never, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 from weakref import ref
 from zlib import crc32
 
@@ -47,7 +47,7 @@ from nnmpi.base.errors import (
     is_own,
 )
 from nnmpi.base.shard import Region
-from nnmpi.base.words import raise_missing, refuse_words
+from nnmpi.base.words import answered, raise_missing
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
 from nnmpi.tensor.function import Variable, assigned
@@ -511,9 +511,9 @@ class Module(Settled):
                 )
         self._refuse_hidden(stored)
 
-    def zero_grad(self, **words: Never) -> None:
+    @answered
+    def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
-        refuse_words("zero_grad", words)
         storage = vars(self).get("storage")
         if storage is not None:  # faster: it has a list of all parameters
             storage.zero_grad()

@@ -7,7 +7,7 @@ logarithm are shifted by each row's largest element, so that nothing overflows.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Never
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.plain import Activation, largest, logistic, softmax_rows, softmax_rows_grad
 from nnmpi.base.errors import ShapeError, UsageError, number
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.tensor.elementwise import activated, gelu_form
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, operands, require_floating
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 
-def relu(x: Tensor, **words: Never) -> Tensor:
+@answered
+def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    refuse_words("relu", words)
     return activated(Activation.RELU, x)
 
 
-def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tensor:
+@answered
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
-    refuse_words("leaky_relu", words)
     require_floating("leaky_relu", x)
     slope = float(operands("leaky_relu", x, negative_slope)[1])
     return activated(Activation.LEAKY_RELU, x, slope)
@@ -49,9 +49,9 @@ def sigmoid(x: Tensor) -> Tensor:
     return y
 
 
-def silu(x: Tensor, **words: Never) -> Tensor:
+@answered
+def silu(x: Tensor) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
-    refuse_words("silu", words)
     return activated(Activation.SILU, x)
 
 
@@ -108,19 +108,19 @@ def _softplus(x: Array, beta: float, threshold: float) -> tuple[Array, ...]:
     return np.where(linear, x, y), np.where(linear, 1, logistic(scaled, small))
 
 
-def elu(x: Tensor, alpha: float = 1.0, **words: Never) -> Tensor:
+@answered
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """Return x where positive, alpha (e^x - 1) elsewhere (Clevert et al., 2016), elementwise."""
-    refuse_words("elu", words)
     return _soft("elu", x, _elu, number("elu's alpha", alpha))
 
 
-def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Never) -> Tensor:
+@answered
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return log(1 + e^(beta x)) / beta, elementwise; x itself where beta x is above the threshold.
 
     Raises:
         UsageError: unless beta is above 0.
     """
-    refuse_words("softplus", words)
     if not number("softplus's beta", beta):
         raise UsageError(f"softplus's beta is {beta}; give a number above 0")
     return _soft("softplus", x, _softplus, beta, number("threshold", threshold))
@@ -181,25 +181,25 @@ class LogSoftmaxFunction(SoftmaxFunction):
     formulas = _log_softmax, _log_softmax_grad
 
 
-def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
+@answered
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along `axis`: positive numbers that add up to 1.
 
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    refuse_words("softmax", words)
     y = SoftmaxFunction(_checked_axis("softmax", x, axis))(x)
     y.made_by = "softmax"
     return y
 
 
-def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
+@answered
+def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of softmax along `axis`, computed without overflow or log of 0.
 
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    refuse_words("log_softmax", words)
     return LogSoftmaxFunction(_checked_axis("log_softmax", x, axis))(x)
 
 

@@ -9,7 +9,7 @@ copied. See `attend` for NaN under a causal mask.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import call
 from nnmpi.base.errors import ShapeError, UsageError, check_int
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads, converted
@@ -333,8 +333,9 @@ def attention(
     return function(packed)
 
 
+@answered
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **words: Never
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 
@@ -355,7 +356,6 @@ def scaled_dot_product_attention(
         ShapeError: when the shapes do not fit together, or there are no keys or features.
         DtypeError: when the inputs are not floating point, or differ in dtype.
     """
-    refuse_words("scaled_dot_product_attention", words)
     reads = product_dtype("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:

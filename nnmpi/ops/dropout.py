@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any, Never, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.shard import Region
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -82,12 +82,12 @@ def _numbers(part: Region) -> Array:
     return part.take(full).reshape(-1)
 
 
+@answered
 def dropout(
     x: Tensor,
     p: float = 0.5,
     key: StreamKey | Callable[[], MaskKey] | None = None,
     first_row: int = 0,
-    **words: Never,
 ) -> Tensor:
     """Return x with each element dropped with probability `p`, the others divided by 1 - p.
 
@@ -103,7 +103,6 @@ def dropout(
     Raises:
         UsageError: for p outside [0, 1), or a missing key.
     """
-    refuse_words("dropout", words)
     require_floating("dropout", x)
     number("dropout's p", p, 1)
     if not callable(key) and not isinstance(key, tuple):

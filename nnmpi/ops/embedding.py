@@ -14,7 +14,7 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import to_library
 from nnmpi.base.errors import DtypeError, ShapeError
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import refuse_parts, values_of
@@ -120,12 +120,12 @@ def opened(x: Any) -> tuple[Any, Any, Any]:
     return (x.indices, x.table, x.table) if isinstance(x, TokenRows) else (x, None, x)
 
 
+@answered
 def embedding(
     table: Tensor,
     indices: Any,
     entries: int | None = None,
     make: Callable[[], Function] = EmbeddingFunction,
-    **words: Any,
 ) -> Tensor:
     """Return rows of a table (entries, features) at integer indices (...): (..., features).
 
@@ -143,7 +143,6 @@ def embedding(
         ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
-    refuse_words("embedding", words)
     values = _checked(table, indices, entries)
     return make()(table, indices if is_sharded(indices) else values)
 

@@ -8,7 +8,7 @@ count: a mean of the ranks' means would be wrong for ranks with different number
 import warnings
 from math import prod
 from numbers import Real
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from nnmpi.backend.plain import Loss
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.ops.activation import log_softmax
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, Variable, converted
@@ -201,6 +201,7 @@ class ElementwiseLoss(Reduced):
         return kernels.losses_grad(self.form, grad, saved, self.needs, self.delta, share)
 
 
+@answered
 def cross_entropy(
     logits: Tensor,
     labels: Any,
@@ -208,7 +209,6 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     weight: Any = None,
-    **words: Never,
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
 
@@ -237,12 +237,11 @@ def cross_entropy(
         >>> round(ops.cross_entropy(logits, np.array([0, 1])).item(), 4)
         0.41
     """
-    refuse_words("cross_entropy", words)
     if require_floating("cross_entropy", logits).made_by == "softmax":
         warnings.warn(
             "cross_entropy applies the softmax itself, and got the result of one, after which"
             " gradients are small and a loss never comes near 0; give it the logits",
-            stacklevel=2,
+            stacklevel=3,  # the caller of this function as it is `answered`
         )
     classes = logits.shape[-1] if logits.ndim else 0
     if weight is not None:
@@ -255,6 +254,7 @@ def cross_entropy(
     return function(logits, values)
 
 
+@answered
 def nll(
     x: Tensor,
     labels: Any,
@@ -263,7 +263,6 @@ def nll(
     weight: Any = None,
     *,
     label_smoothing: float = 0.0,
-    **words: Never,
 ) -> Tensor:
     """Return minus the labels' log-probabilities: `cross_entropy` of what `log_softmax` returns.
 
@@ -273,7 +272,6 @@ def nll(
 
     Same errors as `cross_entropy`, and a UsageError for the result of a softmax.
     """
-    refuse_words("nll", words)
     _refuse_softmax("nll", require_floating("nll", x))
     classes = x.shape[-1] if x.ndim else 0
     values = checked_labels(x, labels, classes, reduction, ignore_index, label_smoothing, "nll")
@@ -287,7 +285,8 @@ def nll(
     return function(x, values, weight)
 
 
-def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
+@answered
+def binary_nll(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy of probabilities and targets in [0, 1] (PyTorch's BCELoss).
 
     `binary_cross_entropy` of the logits is more accurate. Logarithms are at least -100.
@@ -301,15 +300,13 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction, and on the host for an x outside [0, 1].
     """
-    refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x)._data, np.ndarray):
         call(_check_probabilities, (x._data,), ())
     return _error(Loss.BINARY_NLL, x, target, reduction)
 
 
-def kl_div(
-    x: Tensor, target: Any, reduction: str = "mean", log_target: bool = False, **words: Never
-) -> Tensor:
+@answered
+def kl_div(x: Tensor, target: Any, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """Return the Kullback-Leibler divergence's terms, target (log(target) - x), from logarithms x.
 
     Args:
@@ -320,7 +317,6 @@ def kl_div(
 
     Same errors as `mse`, and a UsageError for the result of a softmax.
     """
-    refuse_words("kl_div", words)
     _refuse_softmax("kl_div", require_floating("kl_div", x))
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
@@ -392,7 +388,8 @@ def checked_labels(
     return values
 
 
-def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
+@answered
+def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the squared error (x - target)^2: its mean over all elements, its sum, or each one.
 
     Args:
@@ -405,22 +402,20 @@ def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    refuse_words("mse", words)
     return _error(Loss.MSE, x, target, reduction)
 
 
-def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
+@answered
+def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the absolute error |x - target|: mean, sum, or each (PyTorch's l1_loss).
 
     Same arguments and errors as `mse`.
     """
-    refuse_words("mae", words)
     return _error(Loss.MAE, x, target, reduction)
 
 
-def huber(
-    x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0, **words: Never
-) -> Tensor:
+@answered
+def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
     """Return Huber's loss: quadratic for |x - target| <= delta, then linear with slope delta.
 
     Huber, "Robust estimation of a location parameter", 1964.
@@ -432,15 +427,13 @@ def huber(
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    refuse_words("huber", words)
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
     return _error(Loss.HUBER, x, target, reduction, float(delta))
 
 
-def binary_cross_entropy(
-    logits: Tensor, target: Any, reduction: str = "mean", **words: Never
-) -> Tensor:
+@answered
+def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy of sigmoid(logits) and targets in [0, 1], from the logits.
 
     Args:
@@ -455,7 +448,6 @@ def binary_cross_entropy(
         UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as
             PyTorch's function of this name takes them.
     """
-    refuse_words("binary_cross_entropy", words)
     if isinstance(logits, Tensor) and logits.made_by == "sigmoid":
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"

@@ -10,9 +10,8 @@ the window, and then computes on long contiguous arrays (see `backend.planes`). 
 windows. Windows may overlap. Large windows that do not are summed by products with ones.
 """
 
-from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.windows import PairLike, RowsAndColumns, corners, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.base.words import refuse_words
+from nnmpi.base.words import answered
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -87,6 +86,7 @@ class Pool2dFunction(Function):
     __slots__ = ("over",)
 
     computes = "kernels"
+    name: ClassVar[str] = ""  # of the function, for its errors
 
     def __init__(self, over: PoolWindows) -> None:
         self.over = over
@@ -100,6 +100,8 @@ class MaxPool2dFunction(Pool2dFunction):
     """The largest element of each window; the first one of ties gets the gradient."""
 
     __slots__ = ()
+
+    name = "max_pool2d"
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
@@ -116,6 +118,8 @@ class AvgPool2dFunction(Pool2dFunction):
     """The mean of each window, including the border's zeros."""
 
     __slots__ = ()
+
+    name = "avg_pool2d"
 
     def forward(self, x: Array) -> Array:
         kernels, over = kernels_of(x), self.over
@@ -158,12 +162,12 @@ def upsample(x: Tensor, factor: RowsAndColumns) -> Tensor:
     return Upsample2dFunction(PoolWindows(factor, factor, (0, 0)))(x)
 
 
+@answered
 def max_pool2d(
     x: Tensor,
     kernel_size: PairLike,
     stride: PairLike | None = None,
     padding: PairLike = 0,
-    **words: Any,
 ) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
@@ -179,42 +183,27 @@ def max_pool2d(
             kernel_size.
         DtypeError: for integers.
     """
-    over = _checked("max_pool2d", x, kernel_size, stride, padding, words)
-    return pooled(MaxPool2dFunction, x, over)
+    return pooled(MaxPool2dFunction, x, pool_windows(kernel_size, stride, padding))
 
 
+@answered
 def avg_pool2d(
     x: Tensor,
     kernel_size: PairLike,
     stride: PairLike | None = None,
     padding: PairLike = 0,
-    **words: Any,
 ) -> Tensor:
     """Return each window's mean, (batch, out_height, out_width, channels).
 
     Border pixels count as 0. Same arguments and errors as `max_pool2d`.
     """
-    over = _checked("avg_pool2d", x, kernel_size, stride, padding, words)
-    return pooled(AvgPool2dFunction, x, over)
+    return pooled(AvgPool2dFunction, x, pool_windows(kernel_size, stride, padding))
 
 
-def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
-    """Apply a pooling operation to images of floating point."""
-    return function(over)(x)
-
-
-def _checked(
-    name: str,
-    x: Tensor,
-    kernel_size: PairLike,
-    stride: PairLike | None,
-    padding: PairLike,
-    words: Iterable[str],
-) -> PoolWindows:
-    refuse_words(name, words)
+def pooled(kind: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
+    """Apply a pooling operation to images of floating point. Same errors as `max_pool2d`."""
+    name, (sizes, steps, border) = kind.name, over
     require_floating(name, x)
-    over = pool_windows(kernel_size, stride, padding)
-    sizes, steps, border = over
     if x.ndim != 4:
         raise ShapeError(
             f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}"
@@ -228,7 +217,7 @@ def _checked(
             raise ShapeError(
                 f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}"
             )
-    return over
+    return kind(over)(x)
 
 
 def pool_windows(kernel_size: PairLike, stride: PairLike | None, padding: PairLike) -> PoolWindows:

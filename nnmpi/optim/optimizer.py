@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.loop import At, Place, Reached, last_read
-from nnmpi.base.words import raise_missing, refuse_words
+from nnmpi.base.words import answered, raise_missing
 
 __all__ = ["Arrays", "Optimizer"]
 
@@ -461,9 +461,9 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             self._slots = copies
         self._hold_arrays()
 
-    def zero_grad(self, **words: Never) -> None:
+    @answered
+    def zero_grad(self) -> None:
         """Clear all gradients, as the model's `zero_grad` does."""
-        refuse_words("zero_grad", words)
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:

@@ -13,13 +13,13 @@ input's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
 from types import MappingProxyType
-from typing import Any, Never, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -53,7 +53,7 @@ from nnmpi.base.errors import (
     shortened,
 )
 from nnmpi.base.wings import Drawn
-from nnmpi.base.words import add_missing, instead, refuse_words
+from nnmpi.base.words import add_missing, answered, instead
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.dtypes import may_meet, product_dtype
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
@@ -400,24 +400,23 @@ class Tensor(Drawn, Variable):
     __gt__ = partialmethod(_compare, gt)
     __ge__ = partialmethod(_compare, ge)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
+    @answered
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Return the sum over axes, by default all; `keepdims` keeps them with length 1."""
-        refuse_words("sum", words)
         return reduce.Sum(_axes(self, axis, keepdims), keepdims)(self)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
+    @answered
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Return the mean over axes. Same arguments as `sum`.
 
         Raises:
             ShapeError: when there is nothing to average.
         """
-        refuse_words("mean", words)
         function = reduce.Sum(_axes(self, axis, keepdims), keepdims, averages=True)
         return function(require_floating("mean", self))
 
-    def var(
-        self, axis: Axis = None, keepdims: bool = False, correction: int = 0, **words: Never
-    ) -> Tensor:
+    @answered
+    def var(self, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
         """Return the variance over axes; the other arguments as for `sum`.
 
         Args:
@@ -427,29 +426,29 @@ class Tensor(Drawn, Variable):
         Raises:
             ShapeError: when there are not more elements than `correction`.
         """
-        refuse_words("var", words)
         number("correction", correction)
         function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
         return function(require_floating("variance", self))
 
-    def max(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
+    @answered
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
-        return self._extreme("max", axis, keepdims, words)
+        return self._extreme("max", axis, keepdims)
 
-    def min(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
+    @answered
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
-        return self._extreme("min", axis, keepdims, words)
+        return self._extreme("min", axis, keepdims)
 
-    def _extreme(self, name: str, axis: Axis, keepdims: bool, words: Iterable[str]) -> Tensor:
-        refuse_words(name, words)
+    def _extreme(self, name: str, axis: Axis, keepdims: bool) -> Tensor:
         axes = _axes(self, axis, keepdims)
         result: Tensor = reduce.Largest(axes, keepdims, largest=name == "max")(self)
         result.made_by = name
         return result
 
-    def argmax(self, axis: int | None = None, keepdims: bool = False, **words: Never) -> Any:
+    @answered
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""
-        refuse_words("argmax", words)
         refuse("argmax")
         # not every array library implements argmax of bfloat16
         values: Any = to_float32(self._data)
@@ -538,9 +537,9 @@ class Tensor(Drawn, Variable):
             view.made_by = self.made_by
         return view
 
-    def flatten(self, start: int = 1, **words: Never) -> Tensor:
+    @answered
+    def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""
-        refuse_words("flatten", words)
         start = check_int("flatten's start", start, -self.ndim)
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
@@ -631,14 +630,14 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     return Where()(values, a, b)
 
 
-def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
+@answered
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return the tensors one after another along an axis.
 
     Raises:
         ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
         DtypeError: for dtypes that differ.
     """
-    refuse_words("concatenate", words)
     _check_items("concatenate", tensors)
     shapes = [x.shape for x in tensors]
     (at,) = checked_axes(len(shapes[0]), axis)
@@ -649,9 +648,9 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Ten
     return Concatenate(at)(*tensors)
 
 
-def stack(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
+@answered
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return tensors of one shape along a new axis. Same errors as `concatenate`."""
-    refuse_words("stack", words)
     _check_items("stack", tensors)
     (at,) = checked_axes(len(tensors[0].shape) + 1, axis)
     return concatenate([x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors], at)

@@ -31,7 +31,7 @@ from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import CATEGORY, copy, sum_over_ranks
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.convolution import convolve
-from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
+from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
@@ -219,7 +219,7 @@ class RowsPool2d(Pool2d):
         """Return this rank's rows of the result."""
         require_floating("pooling", x)
         over = self.over._replace(padding=(0, self.over.padding[1]))  # `halo` pads the rows
-        return pooled(self.operation, halo(x, self.group, self.windows, self.border), over)
+        return self.operation(over)(halo(x, self.group, self.windows, self.border))
 
 
 class RowsGlobalAvgPool2d(GlobalAvgPool2d):
