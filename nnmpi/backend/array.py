@@ -140,10 +140,14 @@ def mixed_error(values: Iterable[Any]) -> DeviceError | None:
     The libraries refuse such arrays themselves, but without naming the inputs or a remedy.
     """
     arrays = [(i, x) for i, x in enumerate(values) if is_array(x)]
-    host = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if isinstance(x, np.ndarray)]
-    device = [
-        f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if not isinstance(x, np.ndarray)
-    ]
+    host, device = (
+        [
+            f"{i} (shape {x.shape}, {x.dtype})"
+            for i, x in arrays
+            if isinstance(x, np.ndarray) is here
+        ]
+        for here in (True, False)
+    )
     if not host or not device:
         return None
     return DeviceError(

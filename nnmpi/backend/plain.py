@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
 from math import pi, prod, sqrt
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -50,34 +49,6 @@ from nnmpi.backend.windows import bordered
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
 TAPS = 9  # most pixels of a window whose sum is fastest pixel by pixel, measured
 PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
-
-
-class _Form(Enum):
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
-class Activation(_Form):
-    """The activations."""
-
-    RELU = 0
-    LEAKY_RELU = 1
-    SIGMOID = 2
-    TANH = 3
-    SILU = 4
-    GELU = 5
-    GELU_TANH = 6
-
-
-class Loss(_Form):
-    """The losses of an element."""
-
-    MSE = 0
-    MAE = 1
-    HUBER = 2
-    BINARY_CROSS_ENTROPY = 3
-    BINARY_NLL = 4
-    KL_DIV = 5
 
 
 class PlainKernels:
@@ -188,36 +159,6 @@ class PlainKernels:
         """Return the gradient."""
         return grad * saved
 
-    def losses(
-        self, form: Loss, x: Array, target: Array, delta: float, share: float | None
-    ) -> tuple[Array, Any]:
-        """Return the losses; or their sum times `share`, 0-d."""
-        losses, *slopes = self.rows(LOSSES[form], x, target, delta, blocks=False)
-        if share is None:
-            return losses, slopes
-        total = np.sum(losses)
-        return total if share == 1 else total / max(x.size, 1), slopes
-
-    def losses_grad(
-        self,
-        form: Loss,
-        grad: Array,
-        saved: Any,
-        needs: tuple[bool, ...],
-        delta: float,
-        share: float,
-    ) -> tuple[Array | None, ...]:
-        """Return the gradients of x and of the target, each if it is needed.
-
-        Args:
-            grad: of each loss, or 0-d, of the sum times `share`.
-        """
-        grad = grad if share == 1 else grad / max(saved[0].size, 1)
-        to_x: Any = saved[0] * grad if needs[0] or len(saved) == 1 else None
-        if not needs[1]:
-            return to_x, None
-        return to_x, -to_x if len(saved) == 1 else saved[1] * grad
-
     # ---- optimizers
 
     def updater(
@@ -256,31 +197,6 @@ class PlainKernels:
         mean, variance = values
         for data, value in zip(running, (mean, variance * factor), strict=True):
             data += fraction * (value - data)
-
-    # ---- activations
-
-    def activate(self, form: Activation, x: Array, number: float, keep: bool) -> tuple[Array, Any]:
-        """Return an activation of x.
-
-        Args:
-            number: the slope of a leaky ReLU below 0.
-            keep: whether the gradient is needed.
-        """
-        if form in ACTIVATIONS:
-            (y,) = self.rows(ACTIVATIONS[form][0], x, number, blocks=False)
-            return y, x if form is Activation.LEAKY_RELU else y
-        dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
-        rows = np.reshape(x, (x.size // max(width, 1), width))
-        if is_low(dtype):  # of a device without its kernels
-            rows = self.cast(rows, FLOAT32)
-        results = [self.cast(item, dtype) for item in self.rows(SMOOTH[form], rows, keep)]
-        return results[0].reshape(x.shape), results[-1]
-
-    def activate_grad(self, form: Activation, grad: Array, saved: Any, number: float) -> Array:
-        """Return the gradient of x."""
-        if form in ACTIVATIONS:
-            return self.rows(ACTIVATIONS[form][1], grad, saved, number, blocks=False)[0]
-        return self.multiply(grad, saved.reshape(grad.shape))
 
     # ---- dense layers
 
@@ -522,7 +438,7 @@ class PlainKernels:
     ) -> Array:
         """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,)."""
         powers, sums, targets, used = saved
-        result: Array = powers * (grad / sums)[:, None]
+        result = powers * (grad / sums)[:, None]
         hit = grad
         if smoothing:
             hit = grad * (1 - smoothing)
@@ -587,7 +503,7 @@ class PlainKernels:
     ) -> Array:
         """Return the table's gradient: rows added in order, to `into` if it is given."""
         wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = np.zeros(shape, wide, like=grad) if into is None or wide != dtype else into
+        spread = np.zeros(shape, wide, like=grad) if into is None or wide != dtype else into
         if spread is into and not add:
             spread[...] = 0
         add_rows(spread, indices, self.cast(grad, wide))
@@ -916,8 +832,7 @@ def _stacked(planes: Array) -> Array:
 def inverse_root(variance: Array, eps: Any) -> Array:
     """Return 1 / sqrt(variance + eps); NaN for infinity, which 1 / sqrt would hide as 0."""
     steady = variance + eps
-    result: Array = np.sqrt(steady) / steady
-    return result
+    return np.sqrt(steady) / steady
 
 
 def widened(x: Array, channels: int, width: int) -> Array:
@@ -981,11 +896,6 @@ def wide_for(values: Array, images: Array) -> Array:
 
 
 # ---- row formulas, see `PlainKernels.rows`
-
-
-def _relu_grad(grad: Array, y: Array) -> Array:
-    """The gradient of x for y = max(x, 0), which is 0 at 0."""
-    return masked(y > 0, grad)
 
 
 def softmax_rows(x: Array) -> tuple[Array]:
@@ -1055,66 +965,10 @@ def _norm_grad(
     return ((grad - (kept * slopes + centers)) * factors,)
 
 
-def _squared(x: Array, target: Array, _: float) -> tuple[Array, ...]:
-    """(x - target)^2"""
-    difference = x - target
-    return difference * difference, difference * 2
-
-
-def _absolute(x: Array, target: Array, _: float) -> tuple[Array, ...]:
-    """|x - target|, with gradient 0 at equality."""
-    difference = x - target
-    return abs(difference), np.sign(difference)
-
-
-def _huber(x: Array, target: Array, delta: float) -> tuple[Array, ...]:
-    """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
-    difference = x - target
-    slope = np.clip(difference, -delta, delta)
-    return slope * (difference - slope * 0.5), slope
-
-
-def _from_logits(x: Array, target: Array, _: float) -> tuple[Array, ...]:
-    """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
-    small = np.exp(-abs(x))
-    losses = np.maximum(x, 0) - x * target + np.log1p(small)
-    return losses, logistic(x, small) - target, -x
-
-
 def logistic(x: Array, small: Array) -> Array:
     """The sigmoid of x, by e^-|x|."""
     # as a maximum, since `where` mispredicts branches of random signs
-    result: Array = np.maximum(small, x >= 0) / (small + 1)
-    return result
-
-
-def _from_probabilities(x: Array, target: Array, _: float) -> tuple[Array, ...]:
-    """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
-    yes, no = (np.where(p == 0, -100, np.log(np.where(p == 0, 1, p))) for p in (x, 1 - x))
-    losses = -(target * yes + (1 - target) * no)
-    return losses, (x - target) / np.maximum(x * (1 - x), 1e-12), no - yes
-
-
-def _relative_entropy(x: Array, target: Array, log_target: bool) -> tuple[Array, ...]:
-    """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
-    logs = target if log_target else np.log(np.where(target == 0, 1, target))
-    share = np.exp(target) if log_target else target
-    losses = share * (logs - x)
-    return losses, -share, losses + share if log_target else logs - x + 1
-
-
-# (x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
-# which are left out if they are the negative of those in x.
-LOSSES = MappingProxyType(
-    {
-        Loss.MSE: _squared,
-        Loss.MAE: _absolute,
-        Loss.HUBER: _huber,
-        Loss.BINARY_CROSS_ENTROPY: _from_logits,
-        Loss.BINARY_NLL: _from_probabilities,
-        Loss.KL_DIV: _relative_entropy,
-    }
-)
+    return np.maximum(small, x >= 0) / (small + 1)
 
 
 def _relu(x: Array, _: float) -> tuple[Array]:
@@ -1142,8 +996,8 @@ def _tanh(x: Array, _: float) -> tuple[Array]:
     return (np.tanh(x),)
 
 
-def _relu_slope(grad: Array, y: Array, _: float) -> tuple[Array]:
-    return (_relu_grad(grad, y),)
+def _relu_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
+    return (masked(y > 0, grad),)
 
 
 def _sigmoid_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
@@ -1152,18 +1006,6 @@ def _sigmoid_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
 
 def _tanh_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
     return (grad * (1 - y * y),)
-
-
-# {form: (x, number) -> the activation, and
-#        (gradient, saved, number) -> the gradient of x; the result is saved, of a leaky ReLU x}
-ACTIVATIONS = MappingProxyType(
-    {
-        Activation.RELU: (_relu, _relu_slope),
-        Activation.LEAKY_RELU: (_leaky, _leaky_grad),
-        Activation.SIGMOID: (_sigmoid, _sigmoid_grad),
-        Activation.TANH: (_tanh, _tanh_grad),
-    }
-)
 
 
 def _gelu(x: Array, keep: bool) -> tuple[Array, ...]:
@@ -1243,7 +1085,18 @@ def _silu(x: Array, keep: bool) -> tuple[Array, ...]:
     return (y, (1 - s) * y + s) if keep else (y,)
 
 
-# Functions of a block that return values and derivatives.
-SMOOTH = MappingProxyType(
-    {Activation.GELU: _gelu, Activation.GELU_TANH: _gelu_tanh, Activation.SILU: _silu}
-)
+class Activation(Enum):
+    """The activations, by their row formulas.
+
+    One that is computed from its result: (x, slope) -> the result, and (gradient, result, slope)
+    -> the gradient of x; of a leaky ReLU x is saved in the result's place. One whose derivative is
+    computed with it: (x, keep) -> the result, and the derivative if that is to be kept.
+    """
+
+    RELU = _relu, _relu_grad
+    LEAKY_RELU = _leaky, _leaky_grad
+    SIGMOID = _sigmoid, _sigmoid_grad
+    TANH = _tanh, _tanh_grad
+    SILU = (_silu,)
+    GELU = (_gelu,)
+    GELU_TANH = (_gelu_tanh,)

@@ -29,8 +29,7 @@ _SETTINGS = (bool, int, float, str, tuple, type(None))
 
 def active() -> Recorder | None:
     """Return the active recorder, or None."""
-    recorder: Recorder | None = active_calls.get()
-    return recorder
+    return active_calls.get()
 
 
 def call(function: Any, reads: Any = (), writes: Any = None, when: str = "each") -> Any:
@@ -64,8 +63,7 @@ def to_library(xp: Any, values: Any) -> Array:
     if isinstance(values, np.ndarray):
         here = xp.__name__ == "numpy"
         return values if here else call(xp.asarray, (values,), when="before")
-    result: Array = xp.asarray(asarray(values))
-    return result
+    return xp.asarray(asarray(values))
 
 
 def refuse(

@@ -61,8 +61,7 @@ def row_dots(a: Array, b: Array) -> Array:
     """Return the products of the rows of a (..., n) with b's, or with b (n,), as (..., 1)."""
     if isinstance(a, np.ndarray):
         return np.vecdot(a, b)[..., None]  # by BLAS, twice as fast as NumPy's sums
-    result: Array = (a * b).sum(axis=-1, keepdims=True)
-    return result
+    return (a * b).sum(axis=-1, keepdims=True)
 
 
 def row_totals(x: Array) -> Array:

@@ -56,8 +56,7 @@ class GPTEmbedding(Module):
         start = memory.get(self.path, 0)
         self._check(shape, start)
         memory[self.path] = start + shape[1]
-        positions: Array = xp.arange(start, start + shape[1])
-        return positions
+        return xp.arange(start, start + shape[1])
 
     def _check(self, shape: Shape, start: int) -> None:
         context = self.positions.num_embeddings

@@ -442,8 +442,7 @@ def read_array(file: Path, stored: Any, name: str) -> Array:
     """Return an array of an open safetensors file; bfloat16, which NumPy lacks, as float32."""
     part = stored.get_slice(name)
     if part.get_dtype() != "BF16":
-        result: Array = stored.get_tensor(name)
-        return result
+        return stored.get_tensor(name)
     with file.open("rb") as content:  # the length of a JSON header, the header, the arrays
         size = int.from_bytes(content.read(8), "little")
         start, stop = parse_json(content.read(size))[name]["data_offsets"]

@@ -103,7 +103,7 @@ class _OverTime:
                 f"{type(self).__name__} needs (batch, time, channels), not {x.shape}; one sample is"
                 " x[None]"
             )
-        y: Tensor = super().forward(x.reshape(len(x), 1, *x.shape[1:]))  # type: ignore[misc]
+        y = super().forward(x.reshape(len(x), 1, *x.shape[1:]))  # type: ignore[misc]
         return y.reshape(len(x), *y.shape[2:])
 
 

@@ -6,15 +6,16 @@ count: a mean of the ranks' means would be wrong for ranks with different number
 """
 
 import warnings
+from collections.abc import Callable
 from math import prod
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import Loss
+from nnmpi.backend.plain import logistic
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
+LossFormula: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 class Reduced(Function):
@@ -169,36 +171,80 @@ class ElementwiseLoss(Reduced):
 
     Args:
         reduction: one of REDUCTIONS.
-        form: which one.
-        delta: of Huber's; of `KL_DIV` 1 if the target is logarithms.
+        formula: a row formula, (x, target, delta) -> the losses, their derivatives in x, and the
+            derivatives in the target, which are left out if they are the negative of those in x.
+        delta: of Huber's; of the relative entropy whether the target is logarithms.
     """
 
-    __slots__ = ("delta", "form")
+    __slots__ = ("delta", "formula")
 
     computes = returns = "float32"
 
-    def __init__(self, reduction: str, form: Loss, delta: float) -> None:
+    def __init__(self, reduction: str, formula: LossFormula, delta: float) -> None:
         super().__init__(reduction)
-        self.form, self.delta = form, delta
+        self.formula, self.delta = formula, delta
 
     @property
     def summands(self) -> tuple[int, ...]:
         """See `Function.summands`."""
-        shape = self.saved[0][0].shape
+        shape = self.saved[0].shape
         return (shape[0], shape[0], prod(shape)) if shape and self.reduction != "none" else ()
 
     def forward(self, x: Array, target: Array) -> Array:
-        kernels, share = kernels_of(x), 1.0
-        if self.reduction == "mean":
-            share = 1 / max(x.size, 1)
-        taken = None if self.reduction == "none" else share
-        y, saved = kernels.losses(self.form, x, target, self.delta, taken)
-        self.saved = (saved, share, kernels)
-        return y
+        losses, *slopes = kernels_of(x).rows(self.formula, x, target, self.delta, blocks=False)
+        self.saved = tuple(slopes)
+        if self.reduction == "none":
+            return losses
+        return _averaged(np.sum(losses), x.size, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
-        saved, share, kernels = self.saved
-        return kernels.losses_grad(self.form, grad, saved, self.needs, self.delta, share)
+        (slope, *of_target), needs = self.saved, self.needs
+        grad = _averaged(grad, slope.size, self.reduction)
+        to_x: Any = slope * grad if needs[0] or not of_target else None
+        if not needs[1]:
+            return to_x, None
+        return to_x, of_target[0] * grad if of_target else -to_x
+
+
+def _squared(x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """(x - target)^2"""
+    difference = x - target
+    return difference * difference, difference * 2
+
+
+def _absolute(x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """|x - target|, with gradient 0 at equality."""
+    difference = x - target
+    return abs(difference), np.sign(difference)
+
+
+def _huber(x: Array, target: Array, delta: float) -> tuple[Array, ...]:
+    """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
+    difference = x - target
+    slope = np.clip(difference, -delta, delta)
+    return slope * (difference - slope * 0.5), slope
+
+
+def _from_logits(x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
+    small = np.exp(-abs(x))
+    losses = np.maximum(x, 0) - x * target + np.log1p(small)
+    return losses, logistic(x, small) - target, -x
+
+
+def _from_probabilities(x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
+    yes, no = (np.where(p == 0, -100, np.log(np.where(p == 0, 1, p))) for p in (x, 1 - x))
+    losses = -(target * yes + (1 - target) * no)
+    return losses, (x - target) / np.maximum(x * (1 - x), 1e-12), no - yes
+
+
+def _relative_entropy(x: Array, target: Array, log_target: bool) -> tuple[Array, ...]:
+    """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
+    logs = target if log_target else np.log(np.where(target == 0, 1, target))
+    share = np.exp(target) if log_target else target
+    losses = share * (logs - x)
+    return losses, -share, losses + share if log_target else logs - x + 1
 
 
 @answered
@@ -302,7 +348,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """
     if isinstance(require_floating("binary_nll", x)._data, np.ndarray):
         call(_check_probabilities, (x._data,), ())
-    return _error(Loss.BINARY_NLL, x, target, reduction)
+    return _error("binary_nll", _from_probabilities, x, target, reduction)
 
 
 @answered
@@ -320,7 +366,7 @@ def kl_div(x: Tensor, target: Any, reduction: str = "mean", log_target: bool = F
     _refuse_softmax("kl_div", require_floating("kl_div", x))
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
-    terms = _error(Loss.KL_DIV, x, target, taken, bool(log_target))
+    terms = _error("kl_div", _relative_entropy, x, target, taken, bool(log_target))
     return terms / max((1, *x.shape[:1])) if by_rows else terms
 
 
@@ -402,7 +448,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    return _error(Loss.MSE, x, target, reduction)
+    return _error("mse", _squared, x, target, reduction)
 
 
 @answered
@@ -411,7 +457,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
     Same arguments and errors as `mse`.
     """
-    return _error(Loss.MAE, x, target, reduction)
+    return _error("mae", _absolute, x, target, reduction)
 
 
 @answered
@@ -429,7 +475,7 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     """
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
-    return _error(Loss.HUBER, x, target, reduction, float(delta))
+    return _error("huber", _huber, x, target, reduction, float(delta))
 
 
 @answered
@@ -453,7 +499,7 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
             " before it, or use binary_nll (nn.BCELoss)"
         )
-    return _error(Loss.BINARY_CROSS_ENTROPY, logits, target, reduction)
+    return _error("binary_cross_entropy", _from_logits, logits, target, reduction)
 
 
 def check_reduction(reduction: str) -> None:
@@ -495,14 +541,15 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 
 def _error(
-    form: Loss,
+    name: str,
+    formula: LossFormula,
     x: Tensor,
     target: Any,
     reduction: str,
     delta: float = 0.0,
 ) -> Tensor:
     check_reduction(reduction)
-    require_floating(name := f"{form}", x)
+    require_floating(name, x)
     refuse_parts(name, x, target)
     if not isinstance(target, Variable):
         target = to_library(namespace(x._data), target)
@@ -511,7 +558,7 @@ def _error(
     may_meet(name, x, target)
     if x.dtype != target.dtype:
         x, target = converted(x, FLOAT32), converted(target, FLOAT32)
-    return ElementwiseLoss(reduction, form, delta)(x, target)
+    return ElementwiseLoss(reduction, formula, delta)(x, target)
 
 
 def _averaged(values: Array, count: Any, reduction: str) -> Array:

@@ -115,8 +115,7 @@ def device_coefficient(squares: Array, max_norm: float) -> Array:
     """Return the same number for a square of the norm on a device, not waiting for it."""
     _check(max_norm)
     norm = np.sqrt(squares)
-    factor: Array = np.where(np.isfinite(norm), np.minimum(max_norm / (norm + _MARGIN), 1.0), 1.0)
-    return factor
+    return np.where(np.isfinite(norm), np.minimum(max_norm / (norm + _MARGIN), 1.0), 1.0)
 
 
 def _check(max_norm: float) -> None:
@@ -184,8 +183,7 @@ def _gradients(name: str, given: Any) -> Sequence[Array]:
         grads = grads[0].gradients_of(grads) if grads else []
     if not all(map(is_array, grads)):
         raise UsageError(f"{name} takes model.parameters(), a list of some, or arrays of gradients")
-    result: Sequence[Array] = bare(grads)  # a storage's own list stays as it is
-    return result
+    return bare(grads)  # a storage's own list stays as it is
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, inf, pi
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from nnmpi.base.errors import Settled, UsageError, check_int, check_ints, number
 from nnmpi.base.words import raise_missing
@@ -43,12 +43,15 @@ class _Rate:
     """A schedule from a rate, by shares of it and numbers of steps."""
 
     lr: float
+    least: ClassVar[int] = 1  # of a number of steps
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
         for name, value in vars(self).items():
             if name in {"factor", "rise", "start", "end", "final"}:
                 number(name, value, most=1)
+            elif name in {"every", "total"}:
+                check_int(name, value, self.least)
 
     if not TYPE_CHECKING:
         __getattr__ = raise_missing
@@ -74,10 +77,6 @@ class StepDecay(_Rate):
 
     every: int
     factor: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("every", self.every)
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^(step // every)."""
@@ -121,10 +120,7 @@ class OneCycle(_Rate):
     rise: float = 0.3
     start: float = 1 / 25
     end: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("total", self.total, 2)
+    least = 2
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr * start, lr, and lr * start * end."""
@@ -210,10 +206,6 @@ class Cosine(_Rate):
 
     total: int
     final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("total", self.total)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""

@@ -85,8 +85,7 @@ def _backward(node: Function, grad: Array, recorder: Recorder | None) -> Grads:
         return node.recorded_backward(recorder, grad)
     buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
     again = partial(_again, node, node.edges, node.needs)
-    result: Grads = recorder.whole(again, (bare(grad),), buffers)
-    return result
+    return recorder.whole(again, (bare(grad),), buffers)
 
 
 def _release(node: Function, recorder: Recorder | None) -> None:

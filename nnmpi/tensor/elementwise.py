@@ -13,7 +13,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.plain import Activation
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import UsageError
 from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.function import Elementwise, Grads, Variable
@@ -138,19 +138,31 @@ class ActivationFunction(Elementwise):
         self.form, self.slope = form, slope
 
     def forward(self, x: Array) -> Array:
-        kernels = kernels_of(x)
-        y, saved = kernels.activate(self.form, x, self.slope, self.needs[0])
+        kernels, (formula, *derivative) = kernels_of(x), self.form.value
+        if derivative:
+            (y,) = kernels.rows(formula, x, self.slope, blocks=False)
+            self.saved = (x if self.form is Activation.LEAKY_RELU else y, kernels)
+            return y
+        dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
+        rows = np.reshape(x, (x.size // max(width, 1), width))
+        if is_low(dtype):  # of a device without its kernels
+            rows = kernels.cast(rows, FLOAT32)
+        results = kernels.rows(formula, rows, self.needs[0])
+        y, saved = (kernels.cast(results[i], dtype) for i in (0, -1))
         self.saved = (saved, kernels)
-        return y
+        return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
-        saved, kernels = self.saved
-        return (kernels.activate_grad(self.form, grad, saved, self.slope),)
+        (saved, kernels), (_, *derivative) = self.saved, self.form.value
+        if not derivative:
+            return (kernels.multiply(grad, saved.reshape(grad.shape)),)
+        (to_x,) = kernels.rows(derivative[0], grad, saved, self.slope, blocks=False)
+        return (to_x,)
 
 
 def activated(form: Activation, x: Any, slope: float = 0.0) -> Any:
     """Apply an activation."""
-    return ActivationFunction(form, slope)(require_floating(f"{form}", x))
+    return ActivationFunction(form, slope)(require_floating(form.name.lower(), x))
 
 
 def gelu_form(approximate: str) -> Activation:

@@ -442,7 +442,7 @@ class Tensor(Drawn, Variable):
 
     def _extreme(self, name: str, axis: Axis, keepdims: bool) -> Tensor:
         axes = _axes(self, axis, keepdims)
-        result: Tensor = reduce.Largest(axes, keepdims, largest=name == "max")(self)
+        result = reduce.Largest(axes, keepdims, largest=name == "max")(self)
         result.made_by = name
         return result
 

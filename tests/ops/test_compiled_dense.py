@@ -66,7 +66,7 @@ def test_linear_and_relu(shape, out, compiled_calls):
     compare(lambda *args: relu(linear(*args)), arrays)
     if shape[0]:  # NumPy does nothing as well
         many, some = (shape[0] * out >= least for least in (2**16, 2**13))  # few are NumPy's
-        assert compiled_calls == [*["plus"] * many, *["relu", "relu_slope"] * some]
+        assert compiled_calls == [*["plus"] * many, *["relu", "relu_grad"] * some]
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -189,7 +189,7 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
         *rng.standard_normal((2, shape[-1]), dtype=np.float32),
     ]
     compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
-    names = ["relu", "relu_slope"] * int(np.prod(shape) >= 2**13)  # few are NumPy's
+    names = ["relu", "relu_grad"] * int(np.prod(shape) >= 2**13)  # few are NumPy's
     assert compiled_calls == ["squares", "affine", *names, "products", "norm_grad"]
 
 
@@ -222,7 +222,7 @@ def test_relu_and_pooling_have_the_plain_bits(function, compiled_calls):
     plain, compiled = (run(function, [x], np.float32, compiled) for compiled in (False, True))
     for mine, theirs in zip(compiled, plain, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert {"relu_slope", "planes_grad"} & {*compiled_calls}
+    assert {"relu_grad", "planes_grad"} & {*compiled_calls}
 
 
 @pytest.mark.parametrize("pool", [1, 2, 3])

@@ -20,7 +20,7 @@ Attention saves the logarithm of each row's sum in place of a matrix of probabil
 
 import importlib
 import threading
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 from math import sqrt
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -87,31 +87,25 @@ class Cudnn:
 
     # ---- convolution
 
-    def convolve(self, x: Array, kernels: Array, y: Array, windows: Windows) -> bool:
-        """Write a convolution.
+    def _convolution(
+        self, name: str, first: Array, second: Array, result: Array, windows: Windows
+    ) -> bool:
+        """Write a convolution or a gradient of it, see the head of this file.
 
         Args:
-            x: (n, h, w, c), contiguous as all arrays here, float32 or 16 bits wide.
-            kernels: (o, kh, kw, c / groups), of x's dtype.
-            y: out, (n, out_h, out_w, o), of x's dtype.
+            name: cuDNN's, of the operation.
+            first, second: contiguous. Images are (n, h, w, c), float32 or 16 bits wide, kernels
+                (o, kh, kw, c / groups), of the images' dtype.
+            result: out, of that dtype; gradients of kernels may be float32.
             windows: of the convolution.
         """
-        return self._convolution("conv_fprop", (x, kernels), y, windows)
-
-    def input_gradient(self, grad: Array, kernels: Array, to_x: Array, windows: Windows) -> bool:
-        """Write the gradient of x, given that of y."""
-        return self._convolution("conv_dgrad", (grad, kernels), to_x, windows)
-
-    def weight_gradient(self, x: Array, grad: Array, to_kernels: Array, windows: Windows) -> bool:
-        """Write the gradient of the kernels, in x's dtype or in float32."""
-        return self._convolution("conv_wgrad", (x, grad), to_kernels, windows)
-
-    def _convolution(
-        self, name: str, given: tuple[Array, Array], result: Array, windows: Windows
-    ) -> bool:
         options = tuple(zip(("stride", "padding", "dilation"), windows, strict=True))
-        arrays = [item.transpose(0, 3, 1, 2) for item in (*given, result)]
+        arrays = [item.transpose(0, 3, 1, 2) for item in (first, second, result)]
         return self._run(name, options, *arrays)
+
+    convolve = partialmethod(_convolution, "conv_fprop")
+    input_gradient = partialmethod(_convolution, "conv_dgrad")
+    weight_gradient = partialmethod(_convolution, "conv_wgrad")
 
     # ---- attention
 

@@ -96,14 +96,12 @@ class GraphMemory:
         cuda = self.xp.cuda
         room = cuda.UnownedMemory(memory.ptr, self._blocks[i][1] - memory.ptr, self._pool)
         pointer = cuda.MemoryPointer(room, 0)
-        result: Array = self.xp.ndarray(array.shape, array.dtype, pointer, array.strides)
-        return result
+        return self.xp.ndarray(array.shape, array.dtype, pointer, array.strides)
 
     def room_for(self, array: Array) -> Array:
         """Return an uninitialized array in this memory, like another, for the current stream."""
         with self.inside():
-            result: Array = self.xp.empty_like(array)
-        return result
+            return self.xp.empty_like(array)
 
     @contextmanager
     def inside(self, captures: bool = False) -> Iterator[Any]:

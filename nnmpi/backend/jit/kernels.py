@@ -17,7 +17,6 @@ from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.rows import RowLoop
 from nnmpi.backend.plain import (
-    ACTIVATIONS,
     Activation,
     fold,
     group_means,
@@ -52,7 +51,7 @@ LOOPS = {
 ELEMENTS, FEW = 2**18, 2**16
 
 
-EXACT = (*ACTIVATIONS[Activation.RELU], *ACTIVATIONS[Activation.LEAKY_RELU])
+EXACT = (*Activation.RELU.value, *Activation.LEAKY_RELU.value)
 FEWEST = 2**13
 
 

@@ -238,8 +238,7 @@ def packed_strides(shape: Shape, dtype: Dtype) -> Shape:
 
 def address_of(array: Array) -> int:
     """Return the address of an array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return array.__array_interface__["data"][0]
 
 
 def name_of(function: Any) -> str:

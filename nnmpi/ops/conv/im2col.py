@@ -232,7 +232,7 @@ class Im2col(ConvAlgorithm):
         in_blocks = self.spec.groups == 1 and xp.__name__ == "numpy"
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
-            kernel = _matrix(cast(weight[..., outputs], x.dtype))
+            kernel = pixel_rows(cast(weight[..., outputs], x.dtype))
             blocks = Columns(x[..., inputs], self.spec, kernel.shape[1])
             if bias is not None and in_blocks:
                 biases = repeated(bias, blocks.length)
@@ -282,12 +282,7 @@ def steps(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _matrix(weight: Array) -> Array:
-    """Return kernels (kh, kw, c, o) as a matrix (kh kw c, o)."""
-    return np.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
-
-
 def pixel_rows(images: Array) -> Array:
-    """Return images (n, h, w, c) as a view (pixels, c)."""
+    """Return images (n, h, w, c) as a view (pixels, c); kernels (kh, kw, c, o) as (kh kw c, o)."""
     # not -1: there may be no elements
     return images.reshape(prod(images.shape[:3]), images.shape[3])
