@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import inf, nan, prod, sqrt
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -38,6 +39,7 @@ from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
+from nnmpi.backend.sums import slices
 
 # Queries per band, with a causal mask and without one.
 CAUSAL, ALL = 64, 256
@@ -359,9 +361,8 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
     fit = 4 * ELEMENTS // scores if isinstance(q, np.ndarray) else batch * heads
     # all heads of some sequences if they fit, else some heads of one sequence
     many, few = max(1, fit // heads), max(1, min(fit, heads))
-    for i in range(0, batch, many) if bands else ():
-        for j in range(0, heads, few):
-            yield slice(i, min(i + many, batch)), slice(j, min(j + few, heads))
+    if bands:
+        yield from product(slices(batch, many), slices(heads, few))
 
 
 @lru_cache(maxsize=8)

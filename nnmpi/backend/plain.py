@@ -25,7 +25,6 @@ from nnmpi.backend.array import (
     steps,
 )
 from nnmpi.backend.attend import attend, attend_grad
-from nnmpi.backend.gemm import gemm
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.precision import FLOAT32, is_low
@@ -42,6 +41,7 @@ from nnmpi.backend.sums import (
     row_dots,
     row_sum,
     row_totals,
+    slices,
 )
 from nnmpi.backend.trace import Symbol
 from nnmpi.backend.windows import bordered
@@ -120,18 +120,17 @@ class PlainKernels:
         self.copy(result, x)
         return result
 
-    def _pair(self, name: str, a: Any, b: Any, out: Array | None = None) -> Array:
+    def _pair(self, function: Any, a: Any, b: Any, out: Array | None = None) -> Array:
         """Return a + b or a * b."""
-        function = getattr(np, name)
         return function(a, b) if out is None else function(a, b, out=out)
 
     def add(self, *args: Any) -> Array:
         """Return a + b for a, b and perhaps `out`."""
-        return self._pair("add", *args)
+        return self._pair(np.add, *args)
 
     def multiply(self, *args: Any) -> Array:
         """Return a * b, likewise."""
-        return self._pair("multiply", *args)
+        return self._pair(np.multiply, *args)
 
     def add_low(self, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""
@@ -216,27 +215,7 @@ class PlainKernels:
         else:  # on a device, in jit(False): the sum is in float32, the bias may not be
             self.copy(to_bias, row_sum(grad))
 
-    # ---- recurrent layers: products of all steps, and a step beside its product
-
-    def recurrent_gates(
-        self, rows: Array, weight: Array, recurrent: Array, bias: Array, sigmoids: int
-    ) -> tuple[Array, Array, Array]:
-        """Return the gates' first sums, and the matrix and the bias that the steps take.
-
-        Args:
-            rows: (n, in), of all steps.
-            weight: (in, gates), recurrent: (features, gates), bias: (gates,).
-            sigmoids: the first columns, of the gates that are sigmoids: sums and results are
-                halved, exactly, since a sigmoid is (1 + tanh(x / 2)) / 2.
-        """
-        xp = namespace(rows)
-        if not self.of_device:  # whose steps halve
-            halves = xp.ones(len(bias), rows.dtype)
-            halves[:sigmoids] = 0.5
-            weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
-        gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
-        gemm(rows, weight, out=gates)
-        return gates, recurrent, xp.ascontiguousarray(bias)
+    # ---- recurrent layers: a step beside its product
 
     def lstm_step(self, *arrays: Array) -> None:
         """Compute a step's gates and state after its product.
@@ -245,9 +224,9 @@ class PlainKernels:
         so each gate's tanh lies in one piece.
 
         Args:
-            g: (n, 4 features), from `recurrent_gates`; overwritten by the tanh of the gates.
+            g: (n, 4 features), from `RecurrentFunction.begin`; overwritten by the gates' tanh.
             product: (n, 4 features), h R; overwritten.
-            bias: (4 features,). It and R are those of `recurrent_gates`.
+            bias: (4 features,). It and R are those of `RecurrentFunction.begin`.
             c: (n, features), before the step.
             new_c, new_h: (n, features), out.
         """
@@ -302,10 +281,10 @@ class PlainKernels:
         """Compute a step's gates and state after its product.
 
         Args:
-            g: (n, 3 features), from `recurrent_gates`; overwritten by the gates, as `gru_step_grad`
-                takes them: here the tanh of r, z and n, each in one piece.
+            g: (n, 3 features), from `RecurrentFunction.begin`; overwritten by the gates, as
+                `gru_step_grad` takes them: here the tanh of r, z and n, each in one piece.
             product: (n, 3 features), h R; overwritten.
-            bias: (3 features,). It and R are those of `recurrent_gates`.
+            bias: (3 features,). It and R are those of `RecurrentFunction.begin`.
             bias_n: (features,).
             inner: (n, features), out: h R_n + bias_n.
             h, new_h: (n, features), before the step, and out: after it.
@@ -366,34 +345,6 @@ class PlainKernels:
     # ---- attention, see `backend.attend`
 
     attend, attend_grad = staticmethod(attend), staticmethod(attend_grad)
-
-    def attend_next(
-        self,
-        inputs: tuple[Array, ...],
-        room: Sequence[Array],
-        y: Array,
-        number: Any,
-    ) -> None:
-        """Write a token's keys and values to those of earlier ones, and its attention to all to y.
-
-        Args:
-            inputs: the token's q, k and v, each (batch, heads, 1, features).
-            room: the keys and the values, (batch, heads, capacity, features), finite.
-            y: (batch, heads, 1, features), with any strides.
-            number: of the token, in a tuple or an array of the library, so that the calls are the
-                same for each.
-        """
-        xp = namespace(y)
-        places = xp.arange(room[0].shape[2], dtype=np.uint32)
-        (number,) = number if isinstance(number, tuple) else (number,)
-        for cached, new in zip(room, inputs[1:], strict=True):
-            np.copyto(cached, new, where=(places == number)[:, None])
-        q, (k, v) = inputs[0], room
-        scores = xp.empty((*q.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
-        gemm(q, k.swapaxes(2, 3), out=scores)
-        scores *= 1 / sqrt(q.shape[3])
-        scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
-        gemm(self.cast(self.along(softmax_rows, 3, scores), q.dtype), v, out=y)
 
     # ---- rows
 
@@ -818,8 +769,7 @@ def _blocks(y: Array, over: Any) -> Iterator[tuple[slice, Array]]:
     """
     n, count = len(y), _count(y, over)
     memory = np.empty((count * y[:1].size * prod(over.kernel),), y.dtype, like=y)
-    for start in range(0, n, count):
-        images = slice(start, min(start + count, n))
+    for images in slices(n, count):
         shape = (*over.kernel, *y[images].shape)
         yield images, memory[: prod(shape)].reshape(shape)
 
@@ -896,17 +846,6 @@ def wide_for(values: Array, images: Array) -> Array:
 
 
 # ---- row formulas, see `PlainKernels.rows`
-
-
-def softmax_rows(x: Array) -> tuple[Array]:
-    y = np.exp(x - largest(x))
-    y /= row_totals(y)
-    return (y,)
-
-
-def softmax_rows_grad(grad: Array, y: Array) -> tuple[Array]:
-    weighted = grad * y
-    return (weighted - y * row_totals(weighted),)
 
 
 def _powers(logits: Array, smooth: bool) -> tuple[Array, ...]:

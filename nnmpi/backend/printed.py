@@ -14,9 +14,14 @@ class PrintedKernels(PlainKernels):
 
     Attributes:
         printed: how.
+        kinds_of: (operands, sums) -> for what a formula is printed, its operands' kinds, and more;
+            () if for none.
+        update: (loop, arrays) -> what computes an optimizer's formula, see `PlainKernels.updater`.
     """
 
     printed: ClassVar[type[Printed]]
+    kinds_of: Callable[..., tuple[Any, ...]]
+    update: Callable[..., Callable[..., None]]
 
     def __init__(self) -> None:
         self._loops: dict[Any, Any] = {}
@@ -28,13 +33,12 @@ class PrintedKernels(PlainKernels):
         sums: Sequence[Array] = (),
         reuse: int = False,
         blocks: bool = True,
-        **words: Any,
     ) -> Any:
         """See `PlainKernels.rows`; by what is printed, unless the library computes it."""
         loop = self.found(formula, operands, sums, reuse)
         if loop is None or not loop.fits(operands):
             return super().rows(formula, *operands, sums=sums, blocks=blocks)
-        return self.launch(loop, operands, sums, **words)
+        return self.launch(loop, operands, sums)
 
     def found(
         self, formula: Any, operands: Any, sums: Sequence[Array] = (), reuse: int = False
@@ -55,14 +59,6 @@ class PrintedKernels(PlainKernels):
         if loop is None or not loop.is_flat:
             return super().updater(formula, arrays, numbers)
         return self.update(loop, arrays)
-
-    def update(self, loop: Any, arrays: Sequence[Array]) -> Callable[..., None]:
-        """Return what computes an optimizer's formula, see `PlainKernels.updater`."""
-        raise NotImplementedError
-
-    def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
-        """Return for what a formula is printed: its operands' kinds, and more; () if for none."""
-        raise NotImplementedError
 
     def launch(self, loop: Any, operands: tuple[Any, ...], sums: Sequence[Array]) -> Any:
         """Return the results, and write the sums."""

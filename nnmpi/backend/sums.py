@@ -15,7 +15,7 @@ cached block takes a quarter of the time of a pass over memory. On a device all 
 since each further call would cost more than it computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -139,8 +139,13 @@ def row_blocks(rows: Array, elements: int = 0) -> list[slice]:
     count, most = len(rows), elements or ELEMENTS
     if not isinstance(rows, np.ndarray) or rows.size <= most:
         return [slice(0, count)]
-    step = max(1, most * count // rows.size)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    return [*slices(count, max(1, most * count // rows.size))]
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of up to `size` out of `count`."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def add_rows(table: Array, indices: Array, rows: Array) -> None:

@@ -68,9 +68,7 @@ class Trace:
         TypeError: when it is no formula of rows.
     """
 
-    def __init__(
-        self, formula: Callable[..., Any], kinds: Sequence[Any], dtype: Dtype = FLOAT32
-    ) -> None:
+    def __init__(self, formula: Callable[..., Any], kinds: Sequence[Any], dtype: Dtype) -> None:
         self.dtype = dtype
         self.lines: list[tuple[Any, ...]] = []
         self.kinds: list[int] = []

@@ -67,7 +67,6 @@ class Conv2d(Module):
         bias: bool = True,
         init: Initializer | None = None,
     ) -> None:
-        in_channels, out_channels, groups = _channels("Conv2d", in_channels, out_channels, groups)
         self.stride = pair("stride", stride, 1)
         self.dilation = pair("dilation", dilation, 1)
         self.groups = groups
@@ -80,8 +79,8 @@ class Conv2d(Module):
                 )
             padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
         self.padding = pair("padding", padding, 0)
-        shape = rows, columns, in_channels // groups, out_channels
-        self.weight, self.bias = _parameters(shape, out_channels if bias else 0, init)
+        channels = in_channels, out_channels, groups
+        self.weight, self.bias = _parameters("Conv2d", (rows, columns), channels, bias, init)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Any, Any, int]:
         """Return the arguments of `ops.conv2d`."""
@@ -151,7 +150,6 @@ class Conv3d(Module):
         groups: int = 1,
         bias: bool = True,
     ) -> None:
-        in_channels, out_channels, groups = _channels("Conv3d", in_channels, out_channels, groups)
         kernel = triple("kernel_size", kernel_size, 1)
         self.options = (
             triple("stride", stride, 1),
@@ -159,8 +157,8 @@ class Conv3d(Module):
             triple("dilation", dilation, 1),
             groups,
         )
-        shape = *kernel, in_channels // groups, out_channels
-        self.weight, self.bias = _parameters(shape, out_channels if bias else 0)
+        channels = in_channels, out_channels, groups
+        self.weight, self.bias = _parameters("Conv3d", kernel, channels, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution. See `ops.conv3d`."""
@@ -201,13 +199,9 @@ class ConvTranspose2d(Module):
         dilation: PairLike = 1,
         init: Initializer | None = None,
     ) -> None:
-        in_channels, out_channels, groups = _channels(
-            "ConvTranspose2d", in_channels, out_channels, groups
-        )
-        rows, columns = pair("kernel_size", kernel_size, 1)
+        kernel, channels = pair("kernel_size", kernel_size, 1), (in_channels, out_channels, groups)
         self.options = stride, padding, output_padding, dilation, groups
-        shape = rows, columns, out_channels // groups, in_channels
-        self.weight, self.bias = _parameters(shape, out_channels if bias else 0, init)
+        self.weight, self.bias = _parameters("ConvTranspose2d", kernel, channels, bias, init, True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images. See `ops.conv_transpose2d`."""
@@ -215,24 +209,33 @@ class ConvTranspose2d(Module):
 
 
 def _parameters(
-    shape: Shape, biases: int, init: Initializer | None = None
+    name: str,
+    kernel: Shape,
+    channels: tuple[int, int, int],
+    bias: bool,
+    init: Initializer | None = None,
+    turned: bool = False,
 ) -> tuple[Parameter, Parameter | None]:
-    """Return a weight, whose last axis is no sum's, and biases; None without any."""
-    draw = fan_in(prod(shape[:-1]))
-    return Parameter(shape, init or draw), Parameter((biases,), draw) if biases else None
+    """Return a convolution's weight and bias, which begin alike unless init is given.
 
-
-def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tuple[int, int, int]:
-    """Return the numbers of channels and groups of a layer, or refuse them."""
-    in_channels = check_int(f"{name}'s in_channels", in_channels)
-    out_channels = check_int(f"{name}'s out_channels", out_channels)
-    groups = check_int(f"{name}'s groups", groups)
-    if in_channels % groups or out_channels % groups:
+    Args:
+        name: of the layer, for errors.
+        kernel: the lengths of its sides.
+        channels: the numbers of channels in and out, and of groups.
+        turned: whether the weight's last axis is that of the channels in.
+    """
+    names = "in_channels", "out_channels", "groups"
+    inputs, outputs, groups = (
+        check_int(f"{name}'s {what}", n) for what, n in zip(names, channels, strict=True)
+    )
+    if inputs % groups or outputs % groups:
         raise UsageError(
-            f"a convolution of {in_channels} to {out_channels} channels cannot have {groups}"
+            f"a convolution of {inputs} to {outputs} channels cannot have {groups}"
             " groups; groups must divide both numbers of channels"
         )
-    return in_channels, out_channels, groups
+    shape = *kernel, *((outputs // groups, inputs) if turned else (inputs // groups, outputs))
+    draw = fan_in(prod(shape[:-1]))
+    return Parameter(shape, init or draw), Parameter((outputs,), draw) if bias else None
 
 
 class Pool2d(Module, fixed="over"):

@@ -99,14 +99,17 @@ class BatchNorm(Module):
 
     def _observe(self, mean: Array, variance: Array, count: Count) -> None:
         """Update the running statistics; skip an empty batch and a recomputed pass."""
-        if current().again or isinstance(count, int | float) and not count:
+        if current().again:
             return
-        if isinstance(count, int | float) and count == 1:
-            raise ShapeError(
-                "batch normalization has one value per channel, so its output would always be 0;"
-                " give a batch size that leaves no last batch of one sample, or use LayerNorm"
-            )
         if isinstance(count, int | float):
+            if count == 1:
+                raise ShapeError(
+                    "batch normalization has one value per channel, so its output would always be"
+                    " 0; give a batch size that leaves no last batch of one sample, or use"
+                    " LayerNorm"
+                )
+            if not count:
+                return
             factor = count / max(count - 1, 1)
             if self.observe is None:
                 self.update_running(mean, variance, factor)

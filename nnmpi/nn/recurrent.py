@@ -2,7 +2,7 @@
 time step of a layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,7 +51,28 @@ class GRULayer(RecurrentLayer):
         return gru(x, self.weight, self.recurrent, self.bias, self.bias_n, h)
 
 
-class GRU(Module, fixed="hidden_size reads_rows"):
+class _Stacked(Module):
+    def _build(
+        self,
+        ways: Sequence[Callable[[int, int], Module]],
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+    ) -> None:
+        """Make the layers, each of these ways beside one another, and what drops between them."""
+        sizes = input_size, hidden_size, num_layers
+        input_size, hidden_size, num_layers = checked_sizes(type(self).__name__, *sizes)
+        self.hidden_size, dropout = hidden_size, Dropout(dropout).p
+        self.layers = [
+            way(len(ways) * hidden_size if number else input_size, hidden_size)
+            for number in range(num_layers)
+            for way in ways
+        ]
+        self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
+
+
+class GRU(_Stacked, fixed="hidden_size reads_rows"):
     """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
@@ -75,24 +96,7 @@ class GRU(Module, fixed="hidden_size reads_rows"):
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0
     ) -> None:
-        self._build(GRULayer, input_size, hidden_size, num_layers, dropout)
-
-    def _build(
-        self,
-        layer: Callable[[int, int], Module],
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        dropout: float,
-    ) -> None:
-        sizes = input_size, hidden_size, num_layers
-        input_size, hidden_size, num_layers = checked_sizes(type(self).__name__, *sizes)
-        self.hidden_size, dropout = hidden_size, Dropout(dropout).p
-        self.layers = [
-            layer(hidden_size if number else input_size, hidden_size)
-            for number in range(num_layers)
-        ]
-        self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
+        self._build([GRULayer], input_size, hidden_size, num_layers, dropout)
 
     def forward(self, x: Tensor | TokenRows, state: None = None) -> Tensor:
         """Return h of each time of the last layer.
@@ -174,7 +178,7 @@ class RNN(GRU):
         dropout: float = 0.0,
     ) -> None:
         layer = partial(RNNLayer, nonlinearity=nonlinearity)
-        self._build(layer, input_size, hidden_size, num_layers, dropout)
+        self._build([layer], input_size, hidden_size, num_layers, dropout)
 
 
 class LSTMDirection(RecurrentLayer):
@@ -200,7 +204,7 @@ class LSTMDirection(RecurrentLayer):
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
 
 
-class LSTM(Module, fixed="hidden_size directions reads_rows"):
+class LSTM(_Stacked, fixed="hidden_size directions reads_rows"):
     """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates are side by side in the
@@ -234,18 +238,10 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
         bidirectional: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        sizes = input_size, hidden_size, num_layers
-        input_size, hidden_size, num_layers = checked_sizes("LSTM", *sizes)
-        self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1
-        self.layers = [
-            LSTMDirection(
-                input_size if number == 0 else self.directions * hidden_size, hidden_size, reverse
-            )
-            for number in range(num_layers)
-            for reverse in (False, True)[: self.directions]
-        ]
-        self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
+        turns = (False, True)[: self.directions]
+        ways = [partial(LSTMDirection, reverse=turn) for turn in turns]
+        self._build(ways, input_size, hidden_size, num_layers, dropout)
 
     def forward(self, x: Tensor | TokenRows, lengths: Any = None) -> Tensor:
         """Return the last layer's h of each time step.

@@ -13,7 +13,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import Activation, largest, logistic, softmax_rows, softmax_rows_grad
+from nnmpi.backend.plain import Activation, largest, logistic
+from nnmpi.backend.sums import row_totals
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import answered
 from nnmpi.tensor.elementwise import activated, gelu_form
@@ -130,6 +131,19 @@ def _soft(name: str, x: Tensor, *formula: Any) -> Tensor:
     return Soft(formula[0], *map(float, formula[1:]))(require_floating(name, x))
 
 
+def softmax_rows(x: Array) -> tuple[Array]:
+    """e^x / sum(e^x) along the last axis."""
+    y = np.exp(x - largest(x))
+    y /= row_totals(y)
+    return (y,)
+
+
+def _softmax_grad(grad: Array, y: Array) -> tuple[Array]:
+    """The gradient of x for y = softmax_rows(x)."""
+    weighted = grad * y
+    return (weighted - y * row_totals(weighted),)
+
+
 class SoftmaxFunction(Function):
     """e^x / sum(e^x) along an axis.
 
@@ -143,7 +157,7 @@ class SoftmaxFunction(Function):
     __slots__ = ("axis",)
 
     computes = "kernels"
-    formulas: ClassVar[Any] = softmax_rows, softmax_rows_grad
+    formulas: ClassVar[Any] = softmax_rows, _softmax_grad
 
     def __init__(self, axis: int) -> None:
         self.axis = axis

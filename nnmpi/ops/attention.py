@@ -9,17 +9,21 @@ copied. See `attend` for NaN under a causal mask.
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.attend import AttentionDropout, Heads
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import call
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import answered
+from nnmpi.ops.activation import softmax_rows
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads, converted
@@ -249,8 +253,19 @@ class PackedAttention(Function):
         """
         if not call(before.has_room, when="if"):
             call(before.make_room, (k, v), when="once")
+        # in a tuple or an array of the library, so that the calls are the same for each token
         number = call(before.append, when="before")
-        self.kernels.attend_next((q, k, v), before.room, y, number)
+        xp, kernels = namespace(y), self.kernels
+        places = xp.arange(before.room[0].shape[2], dtype=np.uint32)
+        (number,) = number if isinstance(number, tuple) else (number,)
+        for cached, new in zip(before.room, (k, v), strict=True):
+            np.copyto(cached, new, where=(places == number)[:, None])
+        k, v = before.room
+        scores = xp.empty((*q.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
+        gemm(q, k.swapaxes(2, 3), out=scores)
+        scores *= 1 / sqrt(q.shape[3])
+        scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
+        gemm(kernels.cast(kernels.along(softmax_rows, 3, scores), q.dtype), v, out=y)
 
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape

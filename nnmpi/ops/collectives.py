@@ -241,7 +241,6 @@ def redistribute(
 
 
 scatter, gather = partial(redistribute, "scatter"), partial(redistribute, "gather")
-gather_summing_grads = partial(redistribute, "gather_summing_grads")
 
 
 # ---- by their public names ----

@@ -35,7 +35,7 @@ A GRU's and Elman's layers are computed in the same way:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -279,6 +279,33 @@ class RecurrentFunction(Function):
     is_call = True
     captured = True
 
+    def begin(
+        self,
+        packing: Packing,
+        x: Array,
+        table: Any,
+        sigmoids: int,
+        weight: Array,
+        recurrent: Array,
+        bias: Array,
+    ) -> tuple[InputRows, Any, Array, Callable[..., Any], Array]:
+        """Return the rows that W multiplies, kernels, x W, the product with R, and b.
+
+        Args:
+            sigmoids: the first columns, of the gates that are sigmoids: sums and results are
+                halved, exactly, since a sigmoid is (1 + tanh(x / 2)) / 2.
+        """
+        xp, kernels = namespace(weight), kernels_of(weight)
+        inputs = InputRows.of(packing, x, table)
+        if sigmoids and not kernels.of_device:  # whose steps halve
+            halves = xp.ones(len(bias), weight.dtype)
+            halves[:sigmoids] = 0.5
+            weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
+        products = empty(xp, (len(inputs.rows), weight.shape[1]), weight.dtype)
+        gemm(inputs.rows, weight, out=products)
+        bias = xp.ascontiguousarray(bias)
+        return inputs, kernels, inputs.pick(products), multiplier(recurrent), bias
+
     def first_grads(
         self,
         packing: Packing,
@@ -344,12 +371,8 @@ class LSTMFunction(RecurrentFunction):
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         # here, since a replay has others
         packing = Packing.of(batch, time, _checked(lengths, time), xp)
-        inputs = InputRows.of(packing, x, table)
-        kernels = kernels_of(weight)
-        weights = weight, recurrent, bias, 3 * features
-        products, factor, shift = kernels.recurrent_gates(inputs.rows, *weights)
-        gates = inputs.pick(products)
-        times = multiplier(factor)
+        given = packing, x, table, 3 * features, weight, recurrent, bias
+        inputs, kernels, gates, times, shift = self.begin(*given)
         states = packing, self.reverse, gates, (batch, features)
         hidden, cells = (States.of(xp, *states, initial) for initial in (h, c))
         scratch = empty(xp, (batch, 4 * features), gates.dtype)
@@ -486,13 +509,9 @@ class GRUFunction(RecurrentFunction):
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        inputs = InputRows.of(packing, x, table)
-        kernels = kernels_of(weight)
-        weights = weight, recurrent, bias, 2 * features
-        products, factor, shift = kernels.recurrent_gates(inputs.rows, *weights)
-        gates = inputs.pick(products)
+        given = packing, x, table, 2 * features, weight, recurrent, bias
+        inputs, kernels, gates, times, shift = self.begin(*given)
         bias_n = xp.ascontiguousarray(bias_n)
-        times = multiplier(factor)
         hidden = States.of(xp, packing, False, gates, (batch, features), h)
         inner = empty(xp, hidden.after.shape, gates.dtype)
         scratch = empty(xp, (batch, 3 * features), gates.dtype)
@@ -581,12 +600,8 @@ class RNNFunction(RecurrentFunction):
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        inputs = InputRows.of(packing, x, table)
-        products = empty(xp, (len(inputs.rows), features), weight.dtype)
-        gemm(inputs.rows, weight, out=products)
-        xp.add(products, bias, out=products)
-        sums = inputs.pick(products)
-        times = multiplier(recurrent)
+        inputs, _, sums, times, shift = self.begin(packing, x, table, 0, weight, recurrent, bias)
+        sums += shift
         hidden = States.of(xp, packing, False, sums, (batch, features), h)
         scratch = empty(xp, (batch, features), sums.dtype)
         for here, n, earlier in steps(packing.sizes, False):

@@ -134,7 +134,7 @@ class ActivationFunction(Elementwise):
 
     computes = "kernels"
 
-    def __init__(self, form: Activation, slope: float = 0.0) -> None:
+    def __init__(self, form: Activation, slope: float) -> None:
         self.form, self.slope = form, slope
 
     def forward(self, x: Array) -> Array:

@@ -183,9 +183,7 @@ def in_turn(turns: Turns | None, function: Function, *inputs: Any) -> Any:
     return result
 
 
-def find_turns(
-    root: Function | None, nodes: Sequence[Function] | None = None
-) -> dict[Function, Turn]:
+def find_turns(root: Function | None, nodes: Sequence[Function] | None) -> dict[Function, Turn]:
     """Return the operations that await their backward pass, up to a root (None for a leaf).
 
     Args:

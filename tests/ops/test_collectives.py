@@ -7,6 +7,7 @@ The public ones are held against central differences, too.
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor
     ),
     "scatter": (WHOLE, PARTS, exchange.scatter),
     "gather": (PARTS, WHOLE, exchange.gather),
-    "gather_summing_grads": (PARTS, OWN, exchange.gather_summing_grads),
+    "gather_summing_grads": (PARTS, OWN, partial(exchange.redistribute, "gather_summing_grads")),
 }
 
 

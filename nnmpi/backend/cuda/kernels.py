@@ -171,7 +171,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
 
-    def _pair(self, name: str, a: Array, b: Any, out: Array | None = None) -> Array:
+    def _pair(self, function: Any, a: Array, b: Any, out: Array | None = None) -> Array:
         """Return a + b or a * b; by a kernel for contiguous arrays of one shape and dtype.
 
         CuPy converts every element of bfloat16 by itself.
@@ -183,10 +183,10 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
             and a.flags.c_contiguous
             and b.flags.c_contiguous
         ):
-            return super()._pair(name, a, b, out)
+            return super()._pair(function, a, b, out)
         if out is None or out is a:
-            return self.rows(_paired, a, b, getattr(np, name), reuse=out is a)[0]
-        self.copy(out, self._pair(name, a, b))
+            return self.rows(_paired, a, b, function, reuse=out is a)[0]
+        self.copy(out, self._pair(function, a, b))
         return out
 
     def add_low(self, a: Array, b: Array) -> Array:

@@ -28,7 +28,7 @@ from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, load
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import call
-from nnmpi.backend.sums import ROWS
+from nnmpi.backend.sums import ROWS, slices
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient, pixel_rows
 
@@ -105,9 +105,8 @@ def _seen(images: Array, spec: ConvSpec) -> Iterator[tuple[slice, Array]]:
         (count, size[0], kh, kw, size[1] * c),
         (image, row * down, row * apart, tap if across > 1 else pixel * beside, item),
     )
-    for start in range(0, n, count):
-        block = slice(start, min(start + count, n))
-        m = block.stop - start
+    for block in slices(n, count):
+        m = block.stop - block.start
         for j in range(shape[0]):
             place = j * beside - left  # the column that the first window sees
             first = min(shape[1], max(0, -(place // across)))

@@ -29,7 +29,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
 from nnmpi.backend.planes import flattened
-from nnmpi.backend.sums import repeated, row_sum
+from nnmpi.backend.sums import repeated, row_sum, slices
 from nnmpi.backend.windows import windows
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 
@@ -83,7 +83,7 @@ class Columns:
     def __iter__(self) -> Iterator[tuple[tuple[slice, slice], Array]]:
         """Copy and yield the columns of some pixels; those yielded before become undefined."""
         n, height, spec = len(self._x), self._height, self._spec
-        for block in steps(n, self._count):
+        for block in slices(n, self._count):
             if self._is_pixels:
                 yield (block, slice(height)), pixel_rows(self._x[block])
                 continue
@@ -93,7 +93,7 @@ class Columns:
                 copy(self._inner[: len(images)], self._x[block])
             # (n, out_h, out_w, kh, kw, c)
             seen = windows(images, spec.kernel, spec.stride, spec.dilation)
-            for rows in steps(height, self._rows):
+            for rows in slices(height, self._rows):
                 part = seen[:, rows]
                 pixels, terms = prod(part.shape[:3]), prod(part.shape[3:])
                 memory = self._memory[: pixels * terms]
@@ -274,12 +274,6 @@ def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
     c, o = c // spec.groups, o // spec.groups
     for g in range(spec.groups):
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
-
-
-def steps(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of up to `size` out of `count`."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
 
 
 def pixel_rows(images: Array) -> Array:

@@ -49,7 +49,7 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.planes import flattened
 from nnmpi.backend.program.record import viewed
 from nnmpi.backend.recording import call
-from nnmpi.backend.sums import repeated
+from nnmpi.backend.sums import repeated, slices
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
@@ -203,11 +203,11 @@ class WinogradNumpy(ConvAlgorithm):
         room = max(TILES_BYTES, len(matrices.g) * weight[0, 0].size * x.dtype.itemsize)
         image = places_per_image(h, w, matrices.side, self.spec.kernel[0]) * (c + o)
         count = max(1, min(n, room // (image * x.dtype.itemsize)))
-        for start in range(0, n, count):
-            stop = min(start + count, n)
-            if start == 0 or stop - start < count:
-                tiles = Tiles(xp, matrices, (stop - start, h, w, c), o, x.dtype, self.spec.groups)
-            yield slice(start, stop), tiles
+        for images in slices(n, count):
+            size = images.stop - images.start
+            if images.start == 0 or size < count:
+                tiles = Tiles(xp, matrices, (size, h, w, c), o, x.dtype, self.spec.groups)
+            yield images, tiles
 
 
 def places_per_image(h: int, w: int, side: int, kernel: int) -> int:
