@@ -17,7 +17,7 @@ from nnmpi.backend.plain import Activation, largest, logistic
 from nnmpi.backend.sums import row_totals
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import answered
-from nnmpi.tensor.elementwise import activated, gelu_form
+from nnmpi.tensor.elementwise import activated
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, operands, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -68,7 +68,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         UsageError: for another value of `approximate`.
     """
-    return activated(gelu_form(approximate), x)
+    if approximate not in ("none", "tanh"):
+        raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
+    return activated(Activation.GELU_TANH if approximate == "tanh" else Activation.GELU, x)
 
 
 class Soft(Elementwise):

@@ -14,7 +14,6 @@ from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.base.errors import UsageError
 from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.function import Elementwise, Grads, Variable
 from nnmpi.tensor.operand import require_floating
@@ -163,13 +162,6 @@ class ActivationFunction(Elementwise):
 def activated(form: Activation, x: Any, slope: float = 0.0) -> Any:
     """Apply an activation."""
     return ActivationFunction(form, slope)(require_floating(form.name.lower(), x))
-
-
-def gelu_form(approximate: str) -> Activation:
-    """Return a form of GELU, or refuse it (see `gelu`)."""
-    if approximate not in ("none", "tanh"):
-        raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
-    return Activation.GELU_TANH if approximate == "tanh" else Activation.GELU
 
 
 class Power(Elementwise):
