@@ -87,7 +87,7 @@ def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
 
 def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of the events that each arrow joins."""
-    ends: dict[int, dict[str, str]] = defaultdict(dict)
+    ends = defaultdict(dict)
     for row in trace["traceEvents"]:
         if row["ph"] in ("s", "f"):
             ends[row["id"]][row["ph"]] = _around(trace["traceEvents"], row)[-1]["name"]
@@ -108,8 +108,8 @@ def _ns(microseconds: float) -> int:
 
 def _nesting(rows: list[dict[str, Any]]) -> list[str]:
     """Two events of a thread are apart, or one lies within the other."""
-    wrong: list[str] = []
-    threads: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    wrong = []
+    threads = defaultdict(list)
     for row in rows:
         if row["ph"] == "X":
             begin = _ns(row["ts"])
@@ -128,7 +128,7 @@ def _nesting(rows: list[dict[str, Any]]) -> list[str]:
 
 def _named(rows: list[dict[str, Any]]) -> list[str]:
     """Every process and thread has one name and one place."""
-    wrong: list[str] = []
+    wrong = []
     about = [
         (row["name"], row["pid"], row["tid"] if row["name"].startswith("thread") else 0)
         for row in rows
@@ -150,8 +150,8 @@ def _arrows(rows: list[dict[str, Any]]) -> list[str]:
     """Every arrow has one beginning and one end, both inside an event, with one name and
     category.
     """
-    wrong: list[str] = []
-    ends: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    wrong = []
+    ends = defaultdict(list)
     for row in rows:
         if row["ph"] in ("s", "f"):
             ends[row["id"]].append(row)

@@ -84,7 +84,7 @@ def uses(path: Path, text: str) -> Iterator[Use]:
 
 def dotted(node: ast.expr) -> str | None:
     """Return "add.reduce" for xp.add.reduce and self.xp.add.reduce, None for anything else."""
-    parts: list[str] = []
+    parts = []
     while isinstance(node, ast.Attribute) and not (
         node.attr == "xp" and isinstance(node.value, ast.Name)
     ):
@@ -147,7 +147,7 @@ def everything() -> list[Use]:
     return [use for path in paths for use in uses(path.relative_to(ROOT), path.read_text())]
 
 
-def test_every_name_and_keyword_is_in_both_libraries() -> None:
+def test_every_name_and_keyword_is_in_both_libraries():
     wrong = [
         f"{use.file}:{use.line}: {words}"
         for use in everything()
@@ -157,7 +157,7 @@ def test_every_name_and_keyword_is_in_both_libraries() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_exception_is_needed() -> None:
+def test_every_exception_is_needed():
     result = {(use.file, words) for use in everything() for words in problems(use)}
     assert result >= NUMPY_ALONE
 
@@ -177,6 +177,6 @@ def test_every_exception_is_needed() -> None:
         ("np.full(3, 0, like=x)", "full(like=)"),
     ],
 )
-def test_what_one_library_lacks_is_found(code: str, words: str) -> None:
+def test_what_one_library_lacks_is_found(code, words):
     (use,) = uses(Path("nnmpi/ops/planted.py"), code)
     assert words in problems(use)

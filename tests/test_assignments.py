@@ -39,7 +39,7 @@ def points(assignment: Path, work: Path) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"]
 )
-def test_an_untouched_starter_earns_nothing(assignment: Path, of: int, tmp_path: Path) -> None:
+def test_an_untouched_starter_earns_nothing(assignment, of, tmp_path):
     written = main([str(assignment), str(tmp_path), "--starter"]).splitlines()
     assert len(written) == len({one.file for one in read_assignment(assignment).criteria})
     assert all(f" {file}\n" in Path(file).read_text() for file in written)  # how to check it
@@ -59,14 +59,14 @@ def test_an_untouched_starter_earns_nothing(assignment: Path, of: int, tmp_path:
     cases([(TRAINING, 150), (REDUCE, 100)], lambda assignment, of: of == 100, ONCE_MORE),
     ids=["training", "reduce"],
 )
-def test_right_solutions_earn_all(assignment: Path, of: int, tmp_path: Path) -> None:
+def test_right_solutions_earn_all(assignment, of, tmp_path):
     (tmp_path / "all.py").write_text(unseal())
     found = grade(read_assignment(assignment), tmp_path / "all.py")
     assert found.total == f"{of} of {of}"
     assert not [each for each in found.outcomes if each.text.rstrip().endswith(": it")]
 
 
-def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> None:
+def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path):
     for name in ("cluster", "laptops", "nodes"):
         (tmp_path / f"{name}.py").write_text(RIGHT.replace("ring_all_reduce", "my_all_reduce"))
     total, failed = points(REDUCE, tmp_path)
@@ -75,14 +75,14 @@ def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> 
     assert 75 < float(total.split()[0]) < 80
 
 
-def test_a_parameter_server_is_right_and_too_slow_everywhere(tmp_path: Path) -> None:
+def test_a_parameter_server_is_right_and_too_slow_everywhere(tmp_path):
     """Its messages overlap if they are short: the laptops' were."""
     for name in ("cluster", "laptops", "nodes"):
         (tmp_path / f"{name}.py").write_text(SERVER)
     assert points(REDUCE, tmp_path)[0] == "50 of 100"
 
 
-def test_the_handout_says_what_the_checker_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handout_says_what_the_checker_says(monkeypatch):
     """Of each common wrong answer, but for numbers: of inputs in which no rank's gradient is 0."""
     monkeypatch.setattr("secrets.randbits", int)
     rows = re.findall(

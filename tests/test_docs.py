@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.commands.table import COMMANDS, find_command
 from nnmpi.data import Dataset
 from nnmpi.parallel.pipeline.stage import Flight
@@ -61,9 +61,7 @@ OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 @pytest.mark.mpi
 @pytest.mark.host_only("a program of its own, in which nothing is said of a device")
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
-def test_the_first_programs_train(
-    page: str, group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_programs_train(page, group, capsys):
     """As they stand, on every number of ranks; they reach 97 % and print on rank 0 alone."""
     exec(compile(PROGRAMS[page][0], page, "exec"), {"__name__": "__main__"})
     printed = [
@@ -76,12 +74,12 @@ def test_the_first_programs_train(
 
 @pytest.mark.parametrize(("page", "changed"), [("pytorch", 9), ("horovod", 34)])
 def test_scripts_are_ported(
-    page: str,
-    changed: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+    page,
+    changed,
+    monkeypatch,
+    capsys,
+    tmp_path,
+):
     """The lines that differ are counted; the port learns, on images of its size that are learned
     quickly.
     """
@@ -113,7 +111,7 @@ def test_scripts_are_ported(
     assert float(re.findall(r"epoch 2: accuracy ([0-9.]+)%", capsys.readouterr().out)[0]) > 20
 
 
-def test_mistakes_are_named_as_the_page_shows() -> None:
+def test_mistakes_are_named_as_the_page_shows():
     """Each program of docs/debugging.md ends with the error below it, up to the first number or
     path.
     """
@@ -130,7 +128,7 @@ def test_mistakes_are_named_as_the_page_shows() -> None:
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_programs_run(page: str, tmp_path: Path) -> None:
+def test_programs_run(page, tmp_path):
     """Each by itself, in a fresh interpreter and a folder of their own, but for those that the test
     above runs.
     """
@@ -147,7 +145,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(PAGES_WRITTEN)
-def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
+def test_simulated_speed_ups_are_what_the_page_shows(tmp_path):
     pytest.importorskip("matplotlib")
     command, table = re.findall(
         r"^    nnmpi (speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
@@ -162,7 +160,7 @@ def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
     assert textwrap.dedent(table) in ran.stdout, ran
 
 
-def test_the_map_shows_all_packages_and_modules() -> None:
+def test_the_map_shows_all_packages_and_modules():
     """With nothing left out and nothing that is not there."""
     block = PAGES["docs/house.md"].split("## The map")[1].split("\n\n")[1]
     shown = {
@@ -196,7 +194,7 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return printed.getvalue()
 
 
-def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_are_named_exist(monkeypatch):
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
     commands = [*(f"nnmpi {name}" for name in COMMANDS), "tests.harness"]
     helped = {command: help_of(command, monkeypatch) for command in commands}
@@ -211,7 +209,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     helped["scripts/test "] = helped["tests.harness"] + "".join(
         plugin.read_text() for plugin in plugins
     )
-    used: set[tuple[str, str, str]] = set()
+    used = set()
     for page, text in PAGES.items():
         for line in text.replace("\\\n", " ").splitlines():
             if command := next((item for item in helped if item in line), None):
@@ -226,14 +224,14 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {item for item in wrong if item[2] not in OTHERS_OPTIONS}
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     """A page, with few numbers to doubt outside of its programs."""
     prose = re.sub(r"```.*?```|\]\([^)]*\)|^    .*$", "", README, flags=re.DOTALL | re.MULTILINE)
     assert len(README.splitlines()) < 150
     assert len(re.findall(r"(?<![\w-])\d[\d.,]*", prose)) < 40
 
 
-def test_files_that_are_named_exist() -> None:
+def test_files_that_are_named_exist():
     """Paths in backquotes below the folders of the checkout, and links, here and in the benchmarks'
     READMEs.
     """
@@ -264,7 +262,7 @@ def test_files_that_are_named_exist() -> None:
     assert not [(page, path) for page, path in linked if not ((ROOT / page).parent / path).exists()]
 
 
-def test_modules_that_are_named_exist() -> None:
+def test_modules_that_are_named_exist():
     """In backquotes: paths such as `comm.world`, and files without their folder; the reference has
     each module once.
     """
@@ -286,7 +284,7 @@ def test_modules_that_are_named_exist() -> None:
     )
 
 
-def test_ci_runs_what_the_readme_and_contributing_say() -> None:
+def test_ci_runs_what_the_readme_and_contributing_say():
     """As a user types it: each command is a line of its own in both, but for their comments."""
     given = {
         line.split("#")[0].strip()
@@ -307,7 +305,7 @@ def test_ci_runs_what_the_readme_and_contributing_say() -> None:
 
 
 @pytest.mark.slow(PAGES_WRITTEN)
-def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
+def test_the_pages_that_run_are_written(tmp_path):
     """A renamed option ended the building of all pages, which only CI does."""
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
     assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {
@@ -320,7 +318,7 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(PAGES_WRITTEN)
-def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
+def test_pictures_of_the_pages_are_drawn_by_what_they_are_about():
     """Each lesson but the first has one, before its program; the page's theme gives ink and
     paper.
     """
@@ -351,9 +349,7 @@ def calls_of(block: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.host_only("passes on a device are not replayed, and so are called in a shorter way")
-def test_one_update_goes_the_way_that_the_page_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_update_goes_the_way_that_the_page_follows(tmp_path, monkeypatch):
     section = PAGES["docs/house.md"].split("## One update, followed")[1].split("\n## ")[0]
     (way,) = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
     plain, result = Flight.forward, []

@@ -25,9 +25,7 @@ NAMES = {"np": np, "nnmpi": nnmpi} | {
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_print_what_they_say(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_print_what_they_say(module, tmp_path, monkeypatch):
     """They begin with NumPy as np, nnmpi and its packages imported, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     if module.startswith("nnmpi.lab.onnx"):
@@ -37,7 +35,7 @@ def test_examples_print_what_they_say(
     assert tried and not failed
 
 
-def test_every_public_name_has_one() -> None:
+def test_every_public_name_has_one():
     """Of `nnmpi.__all__`, but for packages."""
     values = {name: getattr(nnmpi, name) for name in nnmpi.__all__}
     named = {name: value for name, value in values.items() if not inspect.ismodule(value)}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import nnmpi
-from nnmpi import Group
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LESSONS = sorted((FOLDER / "lessons").glob("*.py"), key=lambda file: int(file.stem.split("_")[0]))
@@ -33,7 +32,7 @@ class Shape:
 '''
 
 
-def test_problems_are_functions_that_say_what_they_are_for() -> None:
+def test_problems_are_functions_that_say_what_they_are_for():
     """Nothing is lost between problem and solution, and methods begin at the margin."""
     pytest.importorskip("tokenizers")
     find = runpy.run_path(str(FOLDER / "finetuning" / "make_texts.py"))["find_problems"]
@@ -43,7 +42,7 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
     assert not list(find("def f(:"))
 
 
-def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
+def test_there_are_eleven_lessons_that_are_read_in_one_sitting():
     """Each with a picture, and no longer than 185 lines, of which a dozen draw what it is about."""
     assert [int(name.split("_")[0]) for name in NAMES] == list(range(1, 12))
     for file in LESSONS:
@@ -55,16 +54,14 @@ def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
-def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
+def test_a_lesson_is_equal_to_the_serial_run(lesson, ranks):
     drawn = nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)[0]
     # a death is drawn where both starts are seen
     assert lesson.stem[:2] in ("1_", "10") or str(drawn)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_lesson_on_death_goes_on_behind_the_checkpoint(
-    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lesson_on_death_goes_on_behind_the_checkpoint(ranks, tmp_path, capsys):
     """A rank is killed, the others are ended; the second start begins where the file says, and not
     anew.
     """
@@ -81,7 +78,7 @@ def test_the_lesson_on_death_goes_on_behind_the_checkpoint(
     assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
-def test_titles_and_signs_are_right_on_any_machine() -> None:
+def test_titles_and_signs_are_right_on_any_machine():
     """Buckets on a busy one hide less than nothing; keys of rank 1 have one sign on any number of
     ranks.
     """
@@ -94,12 +91,12 @@ def test_titles_and_signs_are_right_on_any_machine() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
-def test_a_lesson_runs_on_mpi(lesson: Path, group: Group) -> None:
+def test_a_lesson_runs_on_mpi(lesson, group):
     runpy.run_path(str(lesson))["main"](group)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
-def test_a_lesson_fails_where_weights_differ(lesson: Path) -> None:
+def test_a_lesson_fails_where_weights_differ(lesson):
     """In one number of one layer, by a millionth: the rank that sees it raises."""
     main = runpy.run_path(str(lesson))["main"]
     serial = main.__globals__["serial"]
@@ -118,26 +115,26 @@ ONE_FILE = FOLDER / "one_file.py"
 
 
 @pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 2), (3, 1, 2), (1, 5, 1)])
-def test_the_one_file_is_equal_in_every_layout(dp: int, pp: int, tp: int) -> None:
+def test_the_one_file_is_equal_in_every_layout(dp, pp, tp):
     main = runpy.run_path(str(ONE_FILE))["main"]
     nnmpi.simulate(lambda group: main(group, dp, pp, tp), ranks=dp * pp * tp)
 
 
 @pytest.mark.mpi
-def test_the_one_file_runs_on_mpi(group: Group) -> None:
+def test_the_one_file_runs_on_mpi(group):
     for layout in ((group.size, 1, 1), (1, group.size, 1), (1, 1, group.size)):
         runpy.run_path(str(ONE_FILE))["main"](group, *layout)
 
 
 @pytest.mark.parametrize("broken", ["reduce_scatter", "all_gather"])
-def test_the_one_file_fails_where_weights_differ(broken: str) -> None:
+def test_the_one_file_fails_where_weights_differ(broken):
     main = runpy.run_path(str(ONE_FILE))["main"]
     main.__globals__[broken] = lambda chunks, axis: None
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         nnmpi.simulate(lambda group: main(group, 2, 1, 1), ranks=2)
 
 
-def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows() -> None:
+def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows():
     """It takes from nnmpi what carries messages, and nothing else."""
     text = ONE_FILE.read_text()
     readme = (FOLDER.parent / "README.md").read_text()
@@ -174,7 +171,7 @@ def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows() -> None:
         ("9_ring_attention.py --simulate 99", 2, "nnmpi: 99 ranks share"),
     ],
 )
-def test_a_lesson_is_a_program_without_mpi(words: str, status: int, told: str) -> None:
+def test_a_lesson_is_a_program_without_mpi(words, status, told):
     """Its status says whether it is equal; nothing is trained by words that it does not know."""
     command = [sys.executable, *words.split()]
     ran = subprocess.run(

@@ -26,7 +26,7 @@ print(nbformat.writes(notebook))
 
 @pytest.mark.slow("a kernel of Jupyter's for each")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
-def test_a_notebook_runs_without_mpi(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_without_mpi(notebook, tmp_path):
     """A cell that raises ends it with the cell and its traceback, but for exercises: nothing is
     written there yet.
     """
@@ -58,7 +58,7 @@ def test_a_notebook_runs_without_mpi(notebook: Path, tmp_path: Path) -> None:
             assert re.match("all-reduce by ring|time    0  1", cell["outputs"][0]["text"][0])
 
 
-def test_every_lesson_has_a_notebook_that_is_made_from_it() -> None:
+def test_every_lesson_has_a_notebook_that_is_made_from_it():
     """`scripts/notebooks` writes them anew."""
     run = subprocess.run(
         [sys.executable, "scripts/notebooks", "--check"],

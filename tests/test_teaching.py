@@ -27,7 +27,7 @@ FAILS = "nnmpi exercise [a-z-]+ \\S+.py$|simrun|comm render work"
 @pytest.mark.slow("forty commands, one after the other")
 @pytest.mark.timeout(500)  # forty processes and more, one after the other
 @pytest.mark.parametrize("page", PLACES)
-def test_commands_run(page: str, tmp_path: Path) -> None:
+def test_commands_run(page, tmp_path):
     text, folder = (PLACES[page] / page).read_text(), (PLACES[page] / page).parent
     folder = ROOT if folder.name == "docs" else folder
     for name in ("examples", "assignment.toml"):
@@ -49,6 +49,6 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
             assert (tmp_path / "".join(file)).stat().st_size > 500
 
 
-def test_the_plan_names_exercises_that_there_are() -> None:
+def test_the_plan_names_exercises_that_there_are():
     named = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", PAGE.split("## A homework")[0]))
     assert len(named) > 30 and named <= set(EXERCISES)

@@ -28,7 +28,7 @@ def name_of(sync: Sync) -> str:
     return sync.sync + {"ssp": str(sync.bound), "local": str(sync.period)}.get(sync.sync, "")
 
 
-def skip_unless_fitting(group: Group, sync: Sync) -> None:
+def skip_unless_fitting(group: Group, sync: Sync):
     """Skip on all ranks what so many ranks cannot have."""
     if sync.sync == "gossip" and group.size == 1:
         pytest.skip(f"{sync.describe()} on one rank")

@@ -21,14 +21,14 @@ from nnmpi.optim import Optimizer
 from tests.device.library import device_backend
 
 Make = Callable[[Any], Optimizer]
-SGD: dict[str, Make] = {
+SGD = {
     "plain": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
     "nesterov": partial(
         optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay={"weights": 0.01}
     ),
 }
-ADAM: Make = partial(optim.Adam, lr=0.01)
+ADAM = partial(optim.Adam, lr=0.01)
 
 
 def network(backend: Backend | None = None, hidden: int = 7) -> nn.Sequential:
@@ -48,7 +48,7 @@ def batch(step: int, rows: int) -> tuple[Any, Any]:
     return generator.standard_normal((rows, 5)), generator.integers(0, 3, rows)
 
 
-def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any) -> None:
+def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any):
     """Do one update with the mean gradient of these rows, or with that of no rows, which is
     zero.
     """
@@ -72,7 +72,7 @@ def serial(make: Make, rows: int, steps: int) -> tuple[nn.Sequential, Optimizer]
 
 def train(
     averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0
-) -> None:
+):
     """Let this rank do steps on its part of each batch."""
     local = parts[averaging.group.rank]
     for step in range(first, first + steps):
@@ -127,7 +127,7 @@ def close(ours: Any, theirs: Any) -> bool:
 
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("kind", SGD)
-def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
+def test_averaging_after_every_step_is_the_synchronous_run(group, kind):
     """Also the state, once the ranks have met; and that leaves the weights alone, which are equal
     already.
     """
@@ -154,9 +154,7 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
 
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("kind", [LocalSGD, SlowMo])
-def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(
-    group: Group, kind: type[LocalSGD]
-) -> None:
+def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(group, kind):
     """DiLoCo and SlowMo with SGD within and a step between two averages: rates multiply; rate 1
     without momentum keeps nothing.
     """
@@ -178,7 +176,7 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(
 
 
 @pytest.mark.simulated(max_size=8)
-def test_slowmo_is_the_paper_s_algorithm(group: Group) -> None:
+def test_slowmo_is_the_paper_s_algorithm(group):
     """Algorithm 1 by hand: N workers in one process, two averages of three steps each at another
     rate, with the workers' own momentum kept; rows in uneven parts, all of which are in the mean.
     """
@@ -211,7 +209,7 @@ def test_slowmo_is_the_paper_s_algorithm(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2)
-def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
+def test_an_average_of_local_steps_is_that_of_runs_alone(group):
     """Three own steps with Adam, weighted by all rows of the three; ages and messages are
     counted.
     """
@@ -251,7 +249,7 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
 
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
-def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
+def test_a_synchronization_makes_one_of_all(group, rows):
     """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they
     were.
     """
@@ -291,7 +289,7 @@ def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=8)
-def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group: Group) -> None:
+def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group):
     """Step by step, with a storage that moves; the mean stays, and the ranks come together as fast
     as they should.
     """
@@ -327,14 +325,14 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group: Group) -> 
 
 def all_kinds(group: Group, storage: Any) -> list[Averaging]:
     """Return one of each kind that works with so many ranks."""
-    kinds: list[Averaging] = [LocalSGD(group, storage, ADAM(storage), every=2)]
+    kinds = [LocalSGD(group, storage, ADAM(storage), every=2)]
     if group.size > 1:
         kinds.append(Gossip(group, storage, ADAM(storage)))
     return kinds
 
 
 @pytest.mark.simulated(max_size=8)
-def test_frozen_parameters_keep_their_bits(group: Group) -> None:
+def test_frozen_parameters_keep_their_bits(group):
     """Though sums and quotients of equal numbers need not be these numbers, for 3 ranks say."""
     for number in range(min(group.size, 2)):
         model = network()
@@ -356,7 +354,7 @@ def test_frozen_parameters_keep_their_bits(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_device_arrays_go_through_the_host(group: Group) -> None:
+def test_device_arrays_go_through_the_host(group):
     """The same numbers; a NumPy array that meets a device array would raise."""
     for number in range(min(group.size, 2)):
         result = []
@@ -373,7 +371,7 @@ def test_device_arrays_go_through_the_host(group: Group) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
+def test_waiting_for_a_late_rank_leaves_the_core_alone(group):
     model, late_s = network(), 0.3
     for averaging in all_kinds(group, model.storage):
         group.barrier()
@@ -387,11 +385,11 @@ def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
-def test_gossip_binds_its_messages_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gossip_binds_its_messages_once(group, monkeypatch):
     """Not in each step, which would make a scratch array as long as the model."""
     model = nn.Linear(3, 2).initialize(seed=0)
     mixing = Gossip(group, model.storage, optim.SGD(model.storage, lr=0.1))
-    bound: list[str] = []
+    bound = []
     old = mixing.group.bind
     monkeypatch.setattr(mixing.group, "bind", lambda *args: bound.append("") or old(*args))
     counts = []

@@ -42,7 +42,7 @@ def after(calls: int, number: int) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: Sync) -> None:
+def test_a_signal_on_one_rank_ends_all_after_whole_batches(group, sync):
     """A worker's rank or the server's; then training goes on where it was."""
     skip_unless_fitting(group, sync)
     for who in sorted({0, group.size - 1}):
@@ -63,9 +63,7 @@ def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: S
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
 @pytest.mark.parametrize("value", [float("nan"), 1.0], ids=["loss", "gradient"])
-def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(
-    group: Group, sync: Sync, value: float
-) -> None:
+def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(group, sync, value):
     skip_unless_fitting(group, sync)
     # it has rows of every batch but one
     guilty, calls, right = min(group.size, BATCH) - 1, 0, SumCrossEntropy(None)
@@ -109,7 +107,7 @@ def move(group: Group, old: AsynchronousWorker, sync: Sync, name: str) -> Asynch
     return new
 
 
-def test_a_run_goes_on_in_another_mode(group: Group) -> None:
+def test_a_run_goes_on_in_another_mode(group):
     """Each gets the state of the one before, bit for bit, though different ranks have it."""
     worker = make(group, Sync("asp"), "momentum")
     for sync in EVERY_MODE[: 4 if group.size > 1 else 3]:
@@ -121,7 +119,7 @@ def test_a_run_goes_on_in_another_mode(group: Group) -> None:
     worker.release()
 
 
-def test_running_statistics_are_averaged_by_steps(group: Group) -> None:
+def test_running_statistics_are_averaged_by_steps(group):
     model = nn.Sequential(nn.BatchNorm(3)).initialize(0)
     buffers = dict(model.named_buffers())
     for buffer in buffers.values():

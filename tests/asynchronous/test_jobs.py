@@ -26,7 +26,7 @@ FOR_EVER = (
 )
 
 
-def check_told(run: Path, output: str, first_epoch: int) -> None:
+def check_told(run: Path, output: str, first_epoch: int):
     """Check that the lines of each epoch say what the records of its segments say."""
     records = [
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
@@ -50,7 +50,7 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path):
     run = tmp_path / "run"
     words = f"{DIGITS} --sync asp --save-every 20steps --log-every 5 --out {run}"
     kill = once(
@@ -93,9 +93,7 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     assert {"push", "pull"} <= {row["name"] for row in trace["traceEvents"]}
 
 
-def test_a_signal_on_one_rank_saves_whole_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_on_one_rank_saves_whole_batches(tmp_path, capsys):
     run = tmp_path / "run"
     term = once(
         lambda: lines(run / "metrics.jsonl") > 2,

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from nnmpi.asynchronous.consistency import Task
 from nnmpi.asynchronous.server import ParameterServer, Push
 from nnmpi.base.errors import CommError
 from nnmpi.nn import Parameter
@@ -18,16 +17,14 @@ class Server:
     batches.
     """
 
-    def __init__(
-        self, workers: int, bound: int | None, adam: bool = False, batches: int = 100
-    ) -> None:
+    def __init__(self, workers: int, bound: int | None, adam: bool = False, batches: int = 100):
         self.parameter = Parameter((2,), lambda generator, shape: np.zeros(shape))
         self.storage = FlatStorage({"w": self.parameter}, {"w": np.zeros(2, "float64")}, np.zeros)
         self.given = Adam(self.storage, 0.1) if adam else SGD(self.storage, 0.1)
         self.server = ParameterServer(self.storage, self.given, workers)
         self.server.open(0, batches, bound)
-        self.tasks: dict[int, Task | None] = {}
-        self.versions: dict[int, int] = {}
+        self.tasks = {}
+        self.versions = {}
         self.release()
 
     @property
@@ -50,7 +47,7 @@ class Server:
         of: int = 4,
         lr: float = LR,
         **more: bool,
-    ) -> None:
+    ):
         """Let a worker push a gradient."""
         task = self.tasks[worker]
         assert task is not None
@@ -62,7 +59,7 @@ class Server:
             global_targets=of,
             lr=lr,
             version=self.versions[worker],
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         self.server.push(worker, push, [np.full_like(self.storage.data[0], gradient)])
 
@@ -102,13 +99,13 @@ class Server:
     ],
 )
 def test_who_goes_on_and_what_is_an_update(
-    workers: int,
-    bound: int | None,
-    pushes: str,
-    released: list[list[int]],
-    updates: int,
-    stale: list[dict[int, int]],
-) -> None:
+    workers,
+    bound,
+    pushes,
+    released,
+    updates,
+    stale,
+):
     server = Server(workers, bound)
     assert server.play(pushes) == released
     assert server.server.version == updates
@@ -118,7 +115,7 @@ def test_who_goes_on_and_what_is_an_update(
     )
 
 
-def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival() -> None:
+def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival():
     result = set()
     for order in ((3, 1, 4, 0, 5, 9, 2, 6, 8, 7), range(10)):
         server = Server(10, 0)
@@ -132,7 +129,7 @@ def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival() ->
     assert len(result) == 1
 
 
-def test_an_update_of_a_part_has_a_mean_gradient_and_a_part_of_the_rate() -> None:
+def test_an_update_of_a_part_has_a_mean_gradient_and_a_part_of_the_rate():
     server = Server(2, None, adam=True)
     server.push(0, gradient=3.0, rows=1, of=4)
     server.release()
@@ -144,7 +141,7 @@ def test_an_update_of_a_part_has_a_mean_gradient_and_a_part_of_the_rate() -> Non
     assert server.server.version == 1  # a gradient of no targets changes nothing
 
 
-def test_rates_of_several_batches_are_weighted_by_their_shares() -> None:
+def test_rates_of_several_batches_are_weighted_by_their_shares():
     server = Server(2, 1)
     server.play("0")
     before = server.weight
@@ -157,7 +154,7 @@ def test_rates_of_several_batches_are_weighted_by_their_shares() -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "broken"])
-def test_a_segment_ends_early(how: str) -> None:
+def test_a_segment_ends_early(how):
     """After a signal with the batch that was begun; after a broken gradient, which is not used, at
     once.
     """
@@ -171,7 +168,7 @@ def test_a_segment_ends_early(how: str) -> None:
     assert server.weight == pytest.approx(-LR * (3 if how == "signal" else 2))
 
 
-def test_state_and_weights_go_back_and_frozen_parameters_stay() -> None:
+def test_state_and_weights_go_back_and_frozen_parameters_stay():
     server = Server(1, None, adam=True, batches=2)
     server.play("0")
     server.parameter.requires_grad = False

@@ -89,13 +89,13 @@ class Run:
         early: dict[int, dict[str, Any]] | None = None,
         backend: Backend | None = None,
         hidden: int = 7,
-    ) -> None:
+    ):
         backend, early = numpy_backend() if backend is None else backend, early or {}
         model, self.arrivals = new_model(backend, hidden), list[list[tuple[int, Task]]]()
         optimizer = optim.SGD(model.storage, lr=0.1, momentum=0.9)
         server = ParameterServer(model.storage, optimizer, group.size) if group.is_root else None
 
-        def note(worker: int, push: Push) -> None:
+        def note(worker: int, push: Push):
             self.arrivals[-1].append((worker, Task(push.batch, push.part)))
 
         talk = PushPull(group, model.storage, server, note, backend)
@@ -134,7 +134,7 @@ def everywhere(group: Group, right: bool) -> bool:
 
 
 @pytest.mark.both_worlds(max_size=8)
-def test_in_step_it_is_the_serial_run(group: Group) -> None:
+def test_in_step_it_is_the_serial_run(group):
     """However slow the ranks are, the weights are the same bits, and those of whole batches but for
     rounding.
     """
@@ -148,9 +148,7 @@ def test_in_step_it_is_the_serial_run(group: Group) -> None:
 
 @pytest.mark.both_worlds(max_size=8)
 @pytest.mark.parametrize("bound", [1, 3, None])
-def test_every_task_is_used_once_and_nobody_is_too_far_ahead(
-    group: Group, bound: int | None
-) -> None:
+def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group, bound):
     run = Run(group, bound, delays=1 if bound is None else bound)
     right = True
     if group.is_root:
@@ -163,9 +161,7 @@ def test_every_task_is_used_once_and_nobody_is_too_far_ahead(
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("early", [{"signal": 15}, {"broken": True}], ids=str)
 @pytest.mark.parametrize("bound", [0, 1, None])
-def test_a_segment_that_ends_early_ends_for_everybody(
-    group: Group, early: dict[str, Any], bound: int | None
-) -> None:
+def test_a_segment_that_ends_early_ends_for_everybody(group, early, bound):
     """At a step of the last rank: what was assigned arrives, a signal ends a whole batch, the next
     segment works.
     """
@@ -186,7 +182,7 @@ def test_a_segment_that_ends_early_ends_for_everybody(
 
 
 @pytest.mark.simulated(max_size=8)
-def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
+def test_messages_and_bytes_are_those_of_the_formula(group):
     """Per step 2 (N-1) of header and weights, and one reply more to begin with."""
     run = Run(group, 0, ((0, 4), (4, 5)), delays=3)
     nbytes, others = new_model().storage.data[0].nbytes, group.size - 1
@@ -201,7 +197,7 @@ def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
 
 
 @pytest.mark.simulated(max_size=4)
-def test_on_a_device_it_goes_through_the_host(group: Group) -> None:
+def test_on_a_device_it_goes_through_the_host(group):
     host, device = (
         Run(group, 0, backend=backend).weights for backend in (numpy_backend(), device_backend())
     )
@@ -209,9 +205,7 @@ def test_on_a_device_it_goes_through_the_host(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_long_messages_do_not_overtake_one_another(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_messages_do_not_overtake_one_another(group, monkeypatch):
     """Messages that no MPI buffers, in pieces."""
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 100_000)
     run = Run(group, 0, ((0, 4),), delays=5, hidden=9000)
@@ -220,7 +214,7 @@ def test_long_messages_do_not_overtake_one_another(
     )
 
 
-def test_messages_leave_no_memory_behind() -> None:
+def test_messages_leave_no_memory_behind():
     """Nor in Python's lists of free tuples, which a full collection empties."""
     buffer, push = (
         MessageBuffer(Push, [], numpy_backend()),
@@ -234,8 +228,8 @@ def test_messages_leave_no_memory_behind() -> None:
     assert sys.getallocatedblocks() - before < 200
 
 
-def test_messages_at_the_wrong_time_are_seen() -> None:
-    def main(group: Group) -> None:
+def test_messages_at_the_wrong_time_are_seen():
+    def main(group: Group):
         model = new_model()
         talk = PushPull(
             group,
@@ -255,7 +249,7 @@ def test_messages_at_the_wrong_time_are_seen() -> None:
 
 
 @pytest.mark.simulated(max_size=8)
-def test_calls_out_of_order_are_refused(group: Group) -> None:
+def test_calls_out_of_order_are_refused(group):
     """Instead of waiting for ever."""
     model = new_model()
     server = (

@@ -4,7 +4,6 @@ gradients.
 
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -32,9 +31,7 @@ from nnmpi.compose.stats import Staleness
         (0, [9, 9, 9], [True, True, True]),
     ],
 )
-def test_who_may_start_and_how_far_behind_the_slow_may_be_at_a_meeting(
-    bound: int | None, limited: list[int], may: list[bool]
-) -> None:
+def test_who_may_start_and_how_far_behind_the_slow_may_be_at_a_meeting(bound, limited, may):
     clocks = WorkerClocks(3)
     clocks.steps[:] = [9, 2, 7]
     for _ in range(2):
@@ -45,9 +42,7 @@ def test_who_may_start_and_how_far_behind_the_slow_may_be_at_a_meeting(
 
 @pytest.mark.parametrize("begun", range(8))
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(
-    begun: int, at_once: bool
-) -> None:
+def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(begun, at_once):
     queue = WorkQueue(2, 4, 3)
     tasks = [task for task in (queue.assign() for _ in range(begun)) if task]
     assert tasks == [Task(2 + number // 3, number % 3) for number in range(min(begun, 6))]
@@ -58,7 +53,7 @@ def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(
     assert queue.exhausted and queue.assigned == len(tasks + rest)
 
 
-def test_a_controller_in_step_and_then_with_a_bound() -> None:
+def test_a_controller_in_step_and_then_with_a_bound():
     controller = ConsistencyController(2)
     controller.open(0, 2, 0)
     assert controller.release() == {0: Task(0, 0), 1: Task(0, 1)}
@@ -104,12 +99,12 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
         ({"sync": "ssp", "local_steps": 2}, "local_steps is for sync local.*, not for ssp"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_make_no_sense_are_refused(settings, words):
     with pytest.raises(UsageError, match=words):
         Sync(**settings)
 
 
-def test_bounds_and_words_of_every_mode() -> None:
+def test_bounds_and_words_of_every_mode():
     assert [Sync(mode).bound for mode in ("asp", "ssp", "local")] == [None, 4, None]
     without = {mode for mode in MODES if not Sync(mode).has_server}
     assert (without - {"bsp"}, MODES.keys() - without) == (AVERAGES.keys(), {"asp", "ssp"})
@@ -128,7 +123,7 @@ def test_bounds_and_words_of_every_mode() -> None:
         ("probability=1,factor=3;rank=0,factor=2", [0.06, 0.03]),
     ],
 )
-def test_how_long_a_step_of_10_ms_lasts(text: str, seconds: list[float]) -> None:
+def test_how_long_a_step_of_10_ms_lasts(text, seconds):
     slow = Slow.parse(text)
     assert [slow.seconds(0.01, rank, 5) for rank in range(2)] == pytest.approx(seconds)
     slow.check(2)
@@ -145,17 +140,17 @@ WRONG += (
 
 
 @pytest.mark.parametrize("text", WRONG.split())
-def test_a_text_that_makes_no_sense_is_refused(text: str) -> None:
+def test_a_text_that_makes_no_sense_is_refused(text):
     with pytest.raises(UsageError, match="slow: "):
         Slow.parse(text)
 
 
-def test_a_rank_that_does_not_exist_cannot_be_slow() -> None:
+def test_a_rank_that_does_not_exist_cannot_be_slow():
     with pytest.raises(UsageError, match="rank 2"):
         Slow.parse("rank=2,factor=3").check(2)
 
 
-def test_chance_is_the_same_in_every_run_and_as_frequent_as_told() -> None:
+def test_chance_is_the_same_in_every_run_and_as_frequent_as_told():
     draws = [
         [slow.seconds(1.0, rank, step) for rank in range(4) for step in range(500)]
         for slow in (Slow.parse("probability=0.25,factor=3", seed) for seed in (7, 7, 8))
@@ -164,8 +159,8 @@ def test_chance_is_the_same_in_every_run_and_as_frequent_as_told() -> None:
     assert Counter(draws[0])[3.0] / len(draws[0]) == pytest.approx(0.25, abs=0.04)
 
 
-def test_waiting_lasts_as_long_as_it_should_and_leaves_time_for_other_work() -> None:
-    asked: list[float] = []
+def test_waiting_lasts_as_long_as_it_should_and_leaves_time_for_other_work():
+    asked = []
 
     def main(group: object) -> list[float]:
         slow = Slow.parse("ms=20;rank=1,factor=3")
@@ -179,7 +174,7 @@ def test_waiting_lasts_as_long_as_it_should_and_leaves_time_for_other_work() -> 
     assert asked == pytest.approx([0.015 + 0.055 + 0.015])
 
 
-def test_counts_of_stale_gradients_add_up_and_survive_json() -> None:
+def test_counts_of_stale_gradients_add_up_and_survive_json():
     few, more = Staleness(1), Staleness(2)
     for worker, staleness in ((0, 3), (0, 0), (1, 3), (0, 0)):
         more.add(worker, staleness)

@@ -4,7 +4,7 @@ tell of it.
 
 import pytest
 
-from nnmpi import Group, Sync
+from nnmpi import Sync
 from nnmpi.asynchronous.worker import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Staleness, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport
@@ -22,7 +22,7 @@ def staleness(report: SegmentReport) -> Staleness:
 
 @pytest.mark.both_worlds(min_size=2, max_size=8)
 @pytest.mark.parametrize("bound", [1, 3])
-def test_nobody_is_further_ahead_than_the_bound(group: Group, bound: int) -> None:
+def test_nobody_is_further_ahead_than_the_bound(group, bound):
     """Also over segments, as the workers' clocks go on, and with a rank that is always slow."""
     slow = f"ms=1;probability=0.2,factor=6;rank={bound % group.size},factor=4"
     worker = make(group, Sync("ssp", staleness=bound), slow=slow)
@@ -41,7 +41,7 @@ def test_nobody_is_further_ahead_than_the_bound(group: Group, bound: int) -> Non
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("slow", ["first", "last"])
-def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -> None:
+def test_without_a_bound_nobody_waits_for_a_slow_rank(group, slow):
     """And the server's rank goes on serving while it is slowed down itself."""
     number = 0 if slow == "first" else group.size - 1
     # Steps long beside what a busy machine adds to them: otherwise all ranks are slow.
@@ -60,7 +60,7 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -
 @pytest.mark.parametrize(
     "sync", [Sync("asp"), Sync("local", local_steps=2), Sync("gossip")], ids=name_of
 )
-def test_a_slowed_rank_takes_as_long_as_it_should(group: Group, sync: Sync) -> None:
+def test_a_slowed_rank_takes_as_long_as_it_should(group, sync):
     skip_unless_fitting(group, sync)
     text = list[Progress]()
     worker = make(group, sync, slow="ms=3;rank=0,factor=5")
@@ -80,7 +80,7 @@ def stale(*workers: list[int]) -> Staleness:
     return result
 
 
-def test_segments_are_put_together_and_told() -> None:
+def test_segments_are_put_together_and_told():
     two, four = Totals(steps=2), Totals(steps=4)
     assert describe_segments(SegmentReport()) == []
     first = SegmentReport(two, messages=6, bytes=2 * 2**20, staleness=stale([0, 1], [2]), lead=1)

@@ -49,7 +49,7 @@ def limit(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
+def test_in_step_it_is_the_synchronous_run(group, name):
     """In segments, with batches that no number of ranks divides, dropout, weight decay, a frozen
     parameter.
     """
@@ -73,7 +73,7 @@ def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
 
 
 @pytest.mark.simulated(max_size=3)
-def test_a_trace_may_end_while_passes_are_replayed(group: Group) -> None:
+def test_a_trace_may_end_while_passes_are_replayed(group):
     """A pass that is traced does more, which its recording has as well."""
     worker = make(group, Sync("local", local_steps=2), model=build())
     with timeline.tracing(timeline.Timeline()):
@@ -86,14 +86,12 @@ def test_a_trace_may_end_while_passes_are_replayed(group: Group) -> None:
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(
-    group: Group, sync: Sync
-) -> None:
+def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group, sync):
     skip_unless_fitting(group, sync)
     slow = "ms=0.3;probability=0.3,factor=5"
     worker = make(group, sync, "momentum", slow, clip=1.0)
     before = weights(worker.model)
-    text: list[int] = []
+    text = []
     reports = train(worker, progress=lambda item: text.append(item.totals.samples))
     values = everything(worker)
     assert equal_on_all(group, values)
@@ -108,7 +106,7 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_running_statistics_are_averaged(group: Group, sync: Sync) -> None:
+def test_running_statistics_are_averaged(group, sync):
     """Each rank has two rows of a batch, or more."""
     skip_unless_fitting(group, sync)
     if group.size <= BATCH // 2:
@@ -122,12 +120,12 @@ def test_running_statistics_are_averaged(group: Group, sync: Sync) -> None:
         worker.release()
 
 
-def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group: Group) -> None:
+def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group):
     clip, lr = 0.01, 0.5
     for sync in (Sync("ssp", staleness=0), Sync("local", local_steps=1)):
         moved = []
         for options in ({}, {"clip": clip}):
-            worker = make(group, sync, **options)  # type: ignore[arg-type]
+            worker = make(group, sync, **options)
             before = weights(worker.model)
             train(worker, ((0, 0, 1),), lr=lambda step: lr)
             moved.append(float(np.linalg.norm(weights(worker.model) - before)))
@@ -136,7 +134,7 @@ def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group: G
         assert clip * lr / 10 < moved[1] <= clip * lr * (1 + 1e-9)
 
 
-def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
+def test_wrong_use_is_refused_on_all_ranks(group):
     model = build()
     with pytest.raises(UsageError, match="done by nnmpi.Worker"):
         AsynchronousWorker(model, optimizer_of(model), group, Sync())
@@ -172,9 +170,7 @@ def _taken(group: Group) -> Module:
     ids=lambda sync: f"{name_of(sync)}-{sync.outer_momentum}",
 )
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_what_is_done_to_frozen_weights_between_two_runs_survives(
-    group: Group, sync: Sync, name: str
-) -> None:
+def test_what_is_done_to_frozen_weights_between_two_runs_survives(group, sync, name):
     skip_unless_fitting(group, sync)
     worker = make(group, sync, name)
     loader = loader_of(group, worker.model)
@@ -193,7 +189,7 @@ def test_what_is_done_to_frozen_weights_between_two_runs_survives(
 
 
 @pytest.mark.simulated(max_size=4)
-def test_what_is_done_to_weights_between_two_runs_is_no_step_of_diloco(group: Group) -> None:
+def test_what_is_done_to_weights_between_two_runs_is_no_step_of_diloco(group):
     worker = make(group, Sync("local", local_steps=2, outer_lr=0.7))
     loader, parameter = loader_of(group, worker.model), next(iter(worker.model.parameters()))
     worker.run(loader, 0, 0, 4, 0, rate)

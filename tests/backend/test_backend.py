@@ -3,7 +3,6 @@ and device.
 """
 
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pool(monkeypatch):
     """The double's memory pool, as nobody has used it."""
     pool = load().get_default_memory_pool()
     pool.free_all_blocks()
@@ -29,7 +28,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.host_only("the host's own backend")
-def test_the_hosts_memory() -> None:
+def test_the_hosts_memory():
     """That of the process: it grows with what is used, and its peak stays."""
     backend = numpy_backend()
     assert (backend.is_device, backend.card, backend.reason) == (False, "", "")
@@ -49,7 +48,7 @@ def test_the_hosts_memory() -> None:
     assert backend.explain(MemoryError()) is None
 
 
-def test_the_devices_memory(pool: Any) -> None:
+def test_the_devices_memory(pool):
     """Of the pool: what is used, what it keeps, and the most it had, which giving back does not
     change.
     """
@@ -69,14 +68,14 @@ def test_the_devices_memory(pool: Any) -> None:
     assert "no limit (none was set)" in str(after)
 
 
-def test_a_peak_between_two_looks(pool: Any) -> None:
+def test_a_peak_between_two_looks(pool):
     """Nobody looked while it was there; the pool has kept it."""
     backend = device_backend()
     backend.zeros(32 * MIB, np.uint8)
     assert backend.memory().peak_bytes >= 32 * MIB
 
 
-def test_ranks_that_share_a_device(pool: Any) -> None:
+def test_ranks_that_share_a_device(pool):
     """Each gets the same part of what is free, but for a tenth; said in words."""
     backend = device_backend()
     free, total = load().cuda.runtime.memGetInfo()
@@ -94,7 +93,7 @@ def test_ranks_that_share_a_device(pool: Any) -> None:
     assert "of its limit of 3.6 GiB (90% of" in str(explained)
 
 
-def test_a_limit_of_the_users(pool: Any) -> None:
+def test_a_limit_of_the_users(pool):
     """CUPY_GPU_MEMORY_LIMIT stands, however many ranks share the device."""
     pool.set_limit(size=100 * MIB)
     backend = device_backend()
@@ -104,7 +103,7 @@ def test_a_limit_of_the_users(pool: Any) -> None:
     assert use.note == "CUPY_GPU_MEMORY_LIMIT or set_limit"
 
 
-def test_which_card_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_card_it_is(monkeypatch):
     """Ranks that see other numbers for a card compare its address on the bus; threads are told
     which to use.
     """
@@ -134,7 +133,7 @@ def test_which_card_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.current == 0
 
 
-def test_a_limit_for_this_run(pool: Any) -> None:
+def test_a_limit_for_this_run(pool):
     """The smaller one of it and of the part that a rank has anyway."""
     backend = device_backend()
     backend.limit_memory(200 * MIB)
@@ -154,7 +153,7 @@ def test_a_limit_for_this_run(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int16"])
-def test_arrays_of_the_host_begin_at_a_cache_line(dtype: str) -> None:
+def test_arrays_of_the_host_begin_at_a_cache_line(dtype):
     """Of any size, also without elements; a model's parameters, gradients and optimizer, too."""
     arrays = [empty(np, shape, dtype) for shape in ((), (0, 3), (5,), (33, 1025), (7,))]
     assert [array.shape for array in arrays] == [(), (0, 3), (5,), (33, 1025), (7,)]
@@ -166,7 +165,7 @@ def test_arrays_of_the_host_begin_at_a_cache_line(dtype: str) -> None:
     assert {array.ctypes.data % LINE_BYTES for array in arrays if array.size} == {0}
 
 
-def test_zeros_take_no_memory_before_they_are_used() -> None:
+def test_zeros_take_no_memory_before_they_are_used():
     """Gradients of a model that only predicts: 256 MiB that nobody writes to stay untouched."""
     before = host_memory().used_bytes
     array = zeros(np, (1 << 26,), "float32")

@@ -1,7 +1,5 @@
 """Which BLAS NumPy loaded, and whether the environment makes it run code for an older processor."""
 
-from pathlib import Path
-
 import pytest
 
 from nnmpi.backend import blas
@@ -22,14 +20,14 @@ WIDE = " ".join(sorted(AVX512))
     ],
 )
 def test_code_for_an_older_processor(
-    core: str,
-    vendor: str,
-    family: str,
-    flags: str,
-    older: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    core,
+    vendor,
+    family,
+    flags,
+    older,
+    tmp_path,
+    monkeypatch,
+):
     """Said where the environment asks for it, with the remedy."""
     monkeypatch.setattr(blas, "_core", lambda: core)
     cpu = tmp_path / "cpuinfo"
@@ -45,7 +43,7 @@ def test_code_for_an_older_processor(
     assert read_cpu("flags", tmp_path / "none") == ""
 
 
-def test_the_blas_is_numpys_own() -> None:
+def test_the_blas_is_numpys_own():
     other = {"user_api": "blas", "internal_api": "mkl", "filepath": "/x/scipy/lib.so"}
     local = {
         "user_api": "blas",

@@ -42,7 +42,7 @@ def calls(a: Any, b: Any, **options: Any) -> list[dict[str, int]]:
     return [words for _, words in bindings().CALLS]
 
 
-def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_calls_a_product_takes(monkeypatch):
     """One wherever the stack is one, and few where it is heads of a batch."""
     xp = load()
 
@@ -73,7 +73,7 @@ def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(calls(heads(40, 30, 4), heads(40, 30, 4).swapaxes(2, 3))) == count
 
 
-def test_each_stream_has_a_workspace_of_the_default_pool() -> None:
+def test_each_stream_has_a_workspace_of_the_default_pool():
     """Set again after each change of streams, allocated once, and freed with the stream."""
     xp, double = load(), bindings()
     products, one = Products(xp), xp.ones((4, 4), BFLOAT16)
@@ -93,7 +93,7 @@ def test_each_stream_has_a_workspace_of_the_default_pool() -> None:
     assert pool.used_bytes() == before + cublas.WORKSPACE_BYTES + 512
 
 
-def test_sizes_that_cublas_does_not_take() -> None:
+def test_sizes_that_cublas_does_not_take():
     """It counts in 32 bits; said before anything is read."""
     xp = load()
     tall = xp.broadcast_to(xp.ones((1, 1), "float32"), (1, 1, 1))
@@ -103,7 +103,7 @@ def test_sizes_that_cublas_does_not_take() -> None:
     assert float(gemm(tall, tall)[0, 0, 0]) == 1
 
 
-def test_the_double_has_the_parameters_of_the_bindings() -> None:
+def test_the_double_has_the_parameters_of_the_bindings():
     """As these declare them."""
     double = bindings()
     paths = [path for path in sys.path if Path(path or ".") != FOLDER]

@@ -2,7 +2,6 @@
 what helps.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,12 +35,12 @@ CARD = Card(
     SimpleNamespace(cuda=SimpleNamespace(runtime=RUNTIME)),
     "NVIDIA H200, device 0",
     *(None, None),
-)  # type: ignore[arg-type]
+)
 
 
 def named(name: str, module: str, text: str = "", **attributes: Any) -> Exception:
     """Return an error as a library has it."""
-    return type(name, (RuntimeError,), {"__module__": module, **attributes})(text)  # type: ignore[no-any-return]
+    return type(name, (RuntimeError,), {"__module__": module, **attributes})(text)
 
 
 def cuda(status: int) -> Exception:
@@ -60,7 +59,7 @@ def cuda(status: int) -> Exception:
         (["cupy-cuda13x"], ImportError(""), "(ImportError)"),
     ],
 )
-def test_why_cupy_cannot_be_imported(installed: list[str], error: Exception, words: str) -> None:
+def test_why_cupy_cannot_be_imported(installed, error, words):
     assert words in explain_import(error, lambda: installed)
 
 
@@ -80,9 +79,7 @@ def test_why_cupy_cannot_be_imported(installed: list[str], error: Exception, wor
         ),
     ],
 )
-def test_why_there_is_no_device(
-    error: Exception | None, driver: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_there_is_no_device(error, driver, words, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "none")
     assert words in explain_start(error, driver, 13020)
 
@@ -100,12 +97,12 @@ def test_why_there_is_no_device(
         (ValueError("of others"), None),
     ],
 )
-def test_what_errors_mean(error: Exception, words: str | None) -> None:
+def test_what_errors_mean(error, words):
     result = explain_error(error, CARD)
     assert result is None if words is None else words in str(result)
 
 
-def test_out_of_memory() -> None:
+def test_out_of_memory():
     """What was asked for, who has what, and what to lower."""
     error = load().cuda.memory.OutOfMemoryError(20 * GIB, 100 * GIB, 0)
     words = str(explain_error(error, CARD))
@@ -114,7 +111,7 @@ def test_out_of_memory() -> None:
     )
 
 
-def test_which_wheels_are_installed(tmp_path: Path) -> None:
+def test_which_wheels_are_installed(tmp_path):
     """Of those that bring cupy, wherever Python looks for packages; the libraries beside it do not
     count.
     """

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ def faults(how: str) -> int:
     return int(ran.stdout)
 
 
-def test_arrays_are_not_mapped_afresh() -> None:
+def test_arrays_are_not_mapped_afresh():
     """With glibc's own settings each array costs faults for its pages; kept memory, as every
     program with tensors keeps it, costs none.
     """
@@ -74,7 +73,7 @@ print(host_memory().used_bytes - before - step.pool.size_bytes)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux alone")
-def test_a_replay_gives_back_what_malloc_has_kept() -> None:
+def test_a_replay_gives_back_what_malloc_has_kept():
     """Holes of 24 MiB between arrays that stay go, and replays have memory apart from them."""
     ran = subprocess.run(
         [sys.executable, "-c", RECORDED], capture_output=True, text=True, timeout=60
@@ -83,18 +82,18 @@ def test_a_replay_gives_back_what_malloc_has_kept() -> None:
     assert int(ran.stdout) < -12 * 2**20
 
 
-def test_a_launch_has_its_own_numbers() -> None:
+def test_a_launch_has_its_own_numbers():
     """Where the card reads pageable memory late, the numbers of later launches are not read."""
     work, seen, values = list[np.ndarray](), list[int](), np.zeros(1, np.uint32)
 
-    def finish(count: int) -> None:
+    def finish(count: int):
         seen.extend(int(x[0]) for x in work[len(seen) : count])
 
     def record() -> SimpleNamespace:
         return SimpleNamespace(synchronize=partial(finish, len(work)))
 
     stream = SimpleNamespace(record=record)
-    xp: Any = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    xp = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
     target = SimpleNamespace(set=lambda values, stream: work.append(values))
     graph = SimpleNamespace(launch=lambda stream: None)
     segment = Segment(xp, graph, stream, [(target, values)])

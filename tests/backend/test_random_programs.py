@@ -135,7 +135,7 @@ def test_random_programs(first, elements, monkeypatch):
     for seed in range(first, first + 25):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of overflows
-            skipped: set[tuple[int, int]] = set()
+            skipped = set()
             for _ in range(2):  # the first one finds what NumPy refuses
                 right, _ = results(lambda step: lambda x: step(Tensor(x)), seed, skipped)
             ours, compiled = results(nnmpi.compile, seed, skipped)

@@ -50,7 +50,7 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     "words", [f"{SCHEDULE} 2", "nnmpi schedule --help", "nnmpi comm list --help", "nnmpi comm"]
 )
-def test_the_first_rank_says_it(words: str) -> None:
+def test_the_first_rank_says_it(words):
     status, text, wrong = ran(words, 0)
     assert (status, wrong) == (0, "")
     assert "stages" in text or "usage: nnmpi" in text
@@ -58,14 +58,14 @@ def test_the_first_rank_says_it(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi comm list x"])
-def test_it_says_what_is_wrong(words: str) -> None:
+def test_it_says_what_is_wrong(words):
     status, text, wrong = ran(words, 0)
     assert (status, text) == (2, "")
     assert wrong.startswith("nnmpi: ") and words.split()[-1] in wrong and wrong.count("\n") == 1
     assert ran(words, 1) == (2, "", "")
 
 
-def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_takes_long_is_said_first(capsys):
     announce("a little", 9)
     announce("a plan", 90)
     assert capsys.readouterr() == ("", "nnmpi: a plan takes about 1 min 30 s; Ctrl-C ends it\n")
@@ -91,7 +91,7 @@ def read(words: str) -> dict[str, Any]:
     return read_words(words.split(), options_of(Section), "few", "Few things.")
 
 
-def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+def test_ctrl_c_ends_a_command_without_a_traceback():
     def interrupted(words: Any) -> str:
         raise KeyboardInterrupt
 
@@ -99,9 +99,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a mistake"), KeyboardInterrupt()])
-def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(error, monkeypatch):
     """A status that one rank returns would leave the others waiting."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
@@ -113,7 +111,7 @@ def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(
         say(fails)
 
 
-def test_fields_of_a_dataclass_are_options() -> None:
+def test_fields_of_a_dataclass_are_options():
     assert read("") == {}
     assert read("--batch-size 4 --limit 5 --no-shuffle --overlap") == {
         "batch_size": 4,
@@ -145,7 +143,7 @@ def test_fields_of_a_dataclass_are_options() -> None:
         ),
     ],
 )
-def test_a_wrong_word_is_named(words: str, text: str) -> None:
+def test_a_wrong_word_is_named(words, text):
     with pytest.raises(UsageError) as caught:
         read(words)
     assert str(caught.value).startswith(text)
@@ -160,7 +158,7 @@ def test_a_wrong_word_is_named(words: str, text: str) -> None:
         ("--batch-size=4 run", ["run"], 4),
     ],
 )
-def test_paths_stand_before_and_behind_options(words: str, paths: list[str], rows: int) -> None:
+def test_paths_stand_before_and_behind_options(words, paths, rows):
     *read_paths, section = read_command("RUN [FILE]", "few", "", (Section,), words.split())
     assert [str(path) for path in read_paths if path is not None] == paths
     assert section == Section(batch_size=rows)
@@ -175,13 +173,13 @@ def test_paths_stand_before_and_behind_options(words: str, paths: list[str], row
         ("run --batch-size 4 more 5", "5 is not an option"),
     ],
 )
-def test_wrong_paths_are_named(words: str, text: str) -> None:
+def test_wrong_paths_are_named(words, text):
     with pytest.raises(UsageError) as caught:
         read_command("RUN [FILE]", "few", "", (Section,), words.split(" "))
     assert str(caught.value).startswith(text)
 
 
-def test_help_has_forms_explanations_and_defaults() -> None:
+def test_help_has_forms_explanations_and_defaults():
     with pytest.raises(HelpAsked) as caught:
         read("--batch 4 --help")
     assert str(caught.value).splitlines()[4:] == [
@@ -199,7 +197,7 @@ def test_help_has_forms_explanations_and_defaults() -> None:
     ]
 
 
-def test_paragraphs_are_wrapped_and_examples_are_not() -> None:
+def test_paragraphs_are_wrapped_and_examples_are_not():
     long, example = "word " * 40, "nnmpi train " + "--more " * 20 + "end"
     text = folded(f"{long}\n\n{example}\n{example}\n\nEnd.")
     assert text.endswith(f"\n\n{example}\n{example}\n\nEnd.") and len(text.splitlines()[0]) <= 80
@@ -208,14 +206,14 @@ def test_paragraphs_are_wrapped_and_examples_are_not() -> None:
     assert str(caught.value).count(example) == 1 and "\n\nWord word" in str(caught.value)
 
 
-def test_nothing_that_steers_a_terminal_is_printed() -> None:
+def test_nothing_that_steers_a_terminal_is_printed():
     """From the name of a file, or the reason in a server's answer."""
     assert printable("a\x1b[2Jb\rc\x07 \udcff") == "a\\x1b[2Jb\\rc\\x07 \\udcff"
     for fine in ("Größe: 3 × 4\n\t→ fine", "\u3000全角\xa0!", "👩\u200d👧 \u06cc\u200c\u06a9"):
         assert printable(fine) == fine
 
 
-def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
+def test_what_cannot_be_written_is_said_in_a_sentence():
     command = [
         sys.executable,
         "-m",
@@ -247,7 +245,7 @@ class Pace:
     state: int = 2
     """Of a program alone."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_numbers(self, "stops state", 1)
         check_idle(self, "gear", {"stops": ("low",)})
 
@@ -266,7 +264,7 @@ def read_pace(words: str) -> PaceConfig:
     return section
 
 
-def test_a_field_of_the_library_is_an_option_with_the_same_docstring() -> None:
+def test_a_field_of_the_library_is_an_option_with_the_same_docstring():
     assert str(getdoc(Pace)).startswith("How fast it goes.\n\nAttributes:\n    gear: One of")
     assert all(f"\n    {item.name}: " in str(getdoc(Pace)) for item in fields(Pace))
     assert getdoc(PaceConfig) == "Pace."
@@ -276,7 +274,7 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring() -> None:
     text = " ".join(str(asked.value).split())
     assert "--gear low|high|FILE.py:NAME One of the gears; --limit says how far" in text
     assert "--stops none|[INT ...] Where it stops (default: none)." in text
-    assert read_pace("--gear a.py:b --limit 4") == PaceConfig("a.py:b", limit=4)  # type: ignore[arg-type]
+    assert read_pace("--gear a.py:b --limit 4") == PaceConfig("a.py:b", limit=4)
     assert read_pace("--stops 2,3") == PaceConfig(stops=(2, 3))
 
 
@@ -303,9 +301,7 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring() -> None:
         ({"stops": 3}, "stops is 3; it must be ", "", ""),
     ],
 )
-def test_an_error_spells_an_option_as_its_user_does(
-    options: dict[str, Any], text: str, words: str, told: str
-) -> None:
+def test_an_error_spells_an_option_as_its_user_does(options, text, words, told):
     with pytest.raises(UsageError, match=re.escape(text)):
         Pace(**options)
     if words:
@@ -313,28 +309,28 @@ def test_an_error_spells_an_option_as_its_user_does(
             read_pace(words)
 
 
-def test_an_unknown_option_of_the_library_is_refused_with_a_suggestion() -> None:
+def test_an_unknown_option_of_the_library_is_refused_with_a_suggestion():
     for make in (Pace, partial(replace, Pace())):
         with pytest.raises(TypeError, match=r"Pace has no option 'stop'; did you mean stops\?"):
             make(stop=(1,))
 
 
-def test_a_former_name_of_an_option_is_read_and_said() -> None:
+def test_a_former_name_of_an_option_is_read_and_said():
     with pytest.warns(DeprecationWarning, match=r"Layout\(schedule=\) is pipeline= now"):
-        assert nnmpi.Layout(pp=2, schedule="gpipe").pipeline == "gpipe"  # type: ignore[call-arg]
+        assert nnmpi.Layout(pp=2, schedule="gpipe").pipeline == "gpipe"
     with pytest.warns(DeprecationWarning, match=r"Sync\(mode=\) is sync= now"):
-        assert nnmpi.Sync(mode="asp").sync == "asp"  # type: ignore[call-arg]
+        assert nnmpi.Sync(mode="asp").sync == "asp"
     with (
         pytest.raises(TypeError, match="both schedule and pipeline"),
         pytest.warns(DeprecationWarning),
     ):
-        nnmpi.Layout(schedule="gpipe", pipeline="1f1b")  # type: ignore[call-arg]
+        nnmpi.Layout(schedule="gpipe", pipeline="1f1b")
     with pytest.raises(UsageError, match="pipeline is 3"), pytest.warns(DeprecationWarning):
-        nnmpi.Layout(schedule=3)  # type: ignore[call-arg]
+        nnmpi.Layout(schedule=3)
 
 
 @pytest.mark.parametrize("section", get_type_hints(Config).values())
-def test_the_train_command_repeats_no_option_of_the_library(section: type) -> None:
+def test_the_train_command_repeats_no_option_of_the_library(section):
     """But for a default of its own, whose docstring is the library's."""
     library = {
         item.name

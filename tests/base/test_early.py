@@ -43,9 +43,7 @@ def run(words: str, place: Path, *signal_at: object) -> subprocess.CompletedProc
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("words", ["-m nnmpi train", "-m nnmpi.train", "PLACE/nnmpi train -m x"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_says_what_ended_it_and_what_is_lost(
-    number: signal.Signals, words: str, moment: str, tmp_path: Path
-) -> None:
+def test_it_says_what_ended_it_and_what_is_lost(number, words, moment, tmp_path):
     done = run(words, tmp_path, moment, int(number))
     assert done.returncode == 128 + number and not done.stdout
     assert done.stderr == (
@@ -54,12 +52,12 @@ def test_it_says_what_ended_it_and_what_is_lost(
 
 
 @pytest.mark.parametrize("words", ["-m nnmpi train", "-m nnmpi.train"])
-def test_under_nohup_a_closed_terminal_ends_nothing(words: str, tmp_path: Path) -> None:
+def test_under_nohup_a_closed_terminal_ends_nothing(words, tmp_path):
     done = run(words, tmp_path, MOMENTS[1], int(signal.SIGHUP), "ignored")
     assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
-def test_other_programs_keep_their_signals(tmp_path: Path) -> None:
+def test_other_programs_keep_their_signals(tmp_path):
     program = tmp_path / "own.py"
     program.write_text("import nnmpi")
     for words in (f"{program} train", "-m nnmpi evaluate train"):
@@ -67,7 +65,7 @@ def test_other_programs_keep_their_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["-m nnmpi report x", "PLACE/nnmpi report x", "-m nnmpi comm"])
-def test_ctrl_c_ends_a_command_without_a_traceback(words: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_without_a_traceback(words, tmp_path):
     done = run(words, tmp_path, "nnmpi.base.units", int(signal.SIGINT))
     assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
     (tmp_path / "own.py").write_text("import nnmpi, nnmpi.base.units")

@@ -22,18 +22,18 @@ SLURM = {
     ("environ", "name"),
     [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")],
 )
-def test_each_launcher_is_read(environ: dict[str, str], name: str) -> None:
+def test_each_launcher_is_read(environ, name):
     assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4)
 
 
 @pytest.mark.parametrize(
     "environ", [{}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "4"}]
 )
-def test_no_launcher_is_none(environ: dict[str, str]) -> None:
+def test_no_launcher_is_none(environ):
     assert read_launch(environ) is None
 
 
-def test_the_innermost_launcher_counts() -> None:
+def test_the_innermost_launcher_counts():
     """Open MPI's mpirun starts its daemons by srun, two of them here, and the ranks inherit srun's
     variables.
     """
@@ -43,7 +43,7 @@ def test_the_innermost_launcher_counts() -> None:
     assert (result.name, result.size) == ("Open MPI's mpirun", 8)
 
 
-def test_srun_may_speak_as_mpichs_mpirun() -> None:
+def test_srun_may_speak_as_mpichs_mpirun():
     """With --mpi=pmi2; but MPICH's mpirun in a job of Slurm's is MPICH's."""
     names = []
     for here in ({"PMI_SIZE": "8", "PMI_RANK": "5"}, MPICH):
@@ -67,7 +67,7 @@ def test_srun_may_speak_as_mpichs_mpirun() -> None:
         ("x", 0, None),
     ],
 )
-def test_slurms_list_of_tasks(text: str, node: int, expected: int | None) -> None:
+def test_slurms_list_of_tasks(text, node, expected):
     result = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
     assert result is not None
     assert result.local_size == expected

@@ -3,9 +3,6 @@ time.
 """
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from nnmpi.lab.speedup import main as speedup
 
 PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
 THIN = "--pipeline interleaved --stages 4 --microbatches 8 --svg"
-COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
+COMMANDS = [
     (
         comm,
         "render ring --ranks 3 --svg",
@@ -61,7 +58,7 @@ COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
 @pytest.mark.parametrize(
     ("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "thin", "memory"]
 )
-def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_path: Path) -> None:
+def test_commands_draw_for_slides(main, words, texts, tmp_path):
     pytest.importorskip("matplotlib")
     files = tmp_path / "a.svg", tmp_path / "b.svg"
     for file in files:
@@ -86,15 +83,13 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
         (speedup, "--plot a.svg -- --model no-such"),
     ],
 )
-def test_commands_name_matplotlib_before_they_compute(
-    main: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_name_matplotlib_before_they_compute(main, words, monkeypatch):
     monkeypatch.setattr("nnmpi.base.picture.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="a.svg is drawn by matplotlib; pip install matplotlib"):
         main(words.split())
 
 
-def test_words_lie_over_nothing(tmp_path: Path) -> None:
+def test_words_lie_over_nothing(tmp_path):
     """One that its bar is too short for stands behind it, if nothing follows; a picture of nothing
     has an axis, too.
     """
@@ -112,7 +107,7 @@ def test_words_lie_over_nothing(tmp_path: Path) -> None:
     assert str(nothing).splitlines()[2] == "a   0"
 
 
-def test_arrows_are_the_messages_that_are_proved() -> None:
+def test_arrows_are_the_messages_that_are_proved():
     result = picture(tree := find_collective("all-reduce", "tree"), 5)
     assert len(result.arrows) == prove(tree, 5).messages
     assert result.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and result.kinds == [
@@ -121,13 +116,13 @@ def test_arrows_are_the_messages_that_are_proved() -> None:
     ]
 
 
-def test_more_kinds_than_colours_have_one_again(tmp_path: Path) -> None:
+def test_more_kinds_than_colours_have_one_again(tmp_path):
     many = Picture("Many", "", [Bar(str(i), 0, 1, f"kind {i}") for i in range(20)])
     assert len(set(str(many))) > 5
     many.save(tmp_path / "many.svg")
 
 
-def test_a_picture_is_text_too() -> None:
+def test_a_picture_is_text_too():
     """In scale; a word that a bar is too short for stands behind it; time that is waited is
     dots.
     """

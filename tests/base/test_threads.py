@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,7 +19,7 @@ FOUR_HERE = {
 }
 
 
-def test_a_rank_has_one_thread() -> None:
+def test_a_rank_has_one_thread():
     environ = dict(FOUR_HERE)
     limit_threads(environ, loaded=())
     assert environ == FOUR_HERE | dict.fromkeys(VARIABLES, "1")
@@ -30,14 +29,14 @@ def test_a_rank_has_one_thread() -> None:
     ("environ", "loaded"),
     [({}, ()), (FOUR_HERE, {"numpy"}), *((FOUR_HERE | {name: "3"}, ()) for name in VARIABLES)],
 )
-def test_nothing_is_set(environ: dict[str, str], loaded: Container[str]) -> None:
+def test_nothing_is_set(environ, loaded):
     """Without a launcher, where NumPy came first, and where the user has chosen."""
     before = dict(environ)
     limit_threads(environ, loaded)
     assert environ == before
 
 
-def test_the_cores_of_this_machine() -> None:
+def test_the_cores_of_this_machine():
     local, node = usable_cores()
     assert 1 <= local <= node <= (os.cpu_count() or 1)
 
@@ -53,13 +52,13 @@ def test_the_cores_of_this_machine() -> None:
     ],
 )
 def test_idle_cores_and_how_to_use_them(
-    idle: list[int],
-    quota: int,
-    threads: str,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    idle,
+    quota,
+    threads,
+    expected,
+    tmp_path,
+    monkeypatch,
+):
     """Of five processors two are one core's. This rank sleeps, and so its own core is idle."""
     ticks = [dict.fromkeys((f"cpu{number}" for number in range(5)), 10)]
     ticks.append({name: 10 + more for (name, _), more in zip(ticks[0].items(), idle, strict=True)})
@@ -74,7 +73,7 @@ def test_idle_cores_and_how_to_use_them(
     assert launcher.describe_idle("go -n {}") == expected
 
 
-def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch):
     monkeypatch.setattr(launcher, "_idle_ticks", Mock(side_effect=FileNotFoundError))
     assert launcher.idle_cores() == usable_cores()[1]
 
@@ -83,14 +82,14 @@ def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch: pytest.MonkeyPat
     ("text", "expected"),
     [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)],
 )
-def test_the_quota_of_a_container(text: str, expected: int, tmp_path: Path) -> None:
+def test_the_quota_of_a_container(text, expected, tmp_path):
     path = tmp_path / "cpu.max"
     path.write_text(text)
     assert launcher._quota(path) == expected
     assert launcher._quota(tmp_path / "none") == sys.maxsize
 
 
-def test_importing_nnmpi_limits_numpy() -> None:
+def test_importing_nnmpi_limits_numpy():
     """It sets the variables, and loads neither NumPy nor the engine: a proof needs a few modules
     besides Python's.
     """
@@ -139,7 +138,7 @@ print(
 
 
 @pytest.mark.host_only("the clocks are processor times")
-def test_a_simulated_rank_has_one_thread_and_more_of_them_are_faster() -> None:
+def test_a_simulated_rank_has_one_thread_and_more_of_them_are_faster():
     """Also where the BLAS has a thread for each core: four ranks share out what one computes, and
     add up by a ring.
     """

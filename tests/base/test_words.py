@@ -17,8 +17,8 @@ from nnmpi.base.words import TABLE
 from nnmpi.commands.table import COMMANDS
 from nnmpi.train.config import all_options
 
-typed: Any = nnmpi
-PACKAGES: dict[str, Any] = {
+typed = nnmpi
+PACKAGES = {
     "torch": nnmpi, "nn": nn, "F": ops, "optim": optim, "hvd": nnmpi, "transforms": data
 }  # fmt: skip
 # what is no name that could be looked for
@@ -50,7 +50,7 @@ def told(call: Callable[[], Any]) -> str:
 
 X = Tensor(np.ones((2, 3), np.float32))
 MODEL = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0)
-OWNERS: dict[str, Any] = {
+OWNERS = {
     **PACKAGES,
     "x": X,
     "model": MODEL,
@@ -77,12 +77,12 @@ def answers_about(code: str) -> list[str]:
     at = OWNERS.get(owner)
     for name in path:
         if at is not None and not hasattr(at, name):
-            found.append(told(lambda at=at, name=name: getattr(at, name)))  # type: ignore[misc]
+            found.append(told(lambda at=at, name=name: getattr(at, name)))
         at = getattr(at, name, None)
     last = path[-1] if path else owner
     for package in (nnmpi, nn, ops, optim, data, tensor):
         if last and not hasattr(package, last) and (not path or owner not in OWNERS):
-            found.append(told(lambda package=package: getattr(package, last)))  # type: ignore[misc]
+            found.append(told(lambda package=package: getattr(package, last)))
     for argument in re.findall(r"(\w+)=(?!=)", code):
         if last in LAYERS:
             make = partial(getattr(nn, last), *LAYERS[last], **{argument: 1})
@@ -98,7 +98,7 @@ TAKEN = {f"--{name.replace('_', '-')}" for name in all_options()}
 
 
 @pytest.mark.parametrize("code", sorted(OPTIONS))
-def test_an_option_of_another_program_is_answered(code: str) -> None:
+def test_an_option_of_another_program_is_answered(code):
     """With nnmpi's, which exists, or with a sentence; of a command that has it."""
     right = dict(table())[code]
     known = TAKEN | {"--tokens", "--temperature", "--dataset"}
@@ -116,7 +116,7 @@ def test_an_option_of_another_program_is_answered(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", sorted({*dict(table())} - EXPRESSIONS - OPTIONS))
-def test_a_name_is_answered_with_what_stands_beside_it(code: str) -> None:
+def test_a_name_is_answered_with_what_stands_beside_it(code):
     """Of several rows with a name, that of one of them."""
     answers = answers_about(code)
     names = names_in(code)
@@ -127,7 +127,7 @@ def test_a_name_is_answered_with_what_stands_beside_it(code: str) -> None:
     assert answers or works
 
 
-def test_what_is_no_name_is_in_the_table() -> None:
+def test_what_is_no_name_is_in_the_table():
     assert {*dict(table())} >= EXPRESSIONS
 
 
@@ -167,18 +167,16 @@ def test_what_is_no_name_is_in_the_table() -> None:
         (lambda: typed.nn.LSTM(3, 4, batch_first=True), "leave batch_first out"),
         (lambda: typed.data.Loader(data.load("iris")[0], 9, num_workers=2), "workers"),
         (lambda: typed.optim.SGD(MODEL.storage, 0.1, set_to_none=True), "leave it out"),
-        (lambda: MODEL.zero_grad(set_to_none=True), "zero_grad()"),  # type: ignore[arg-type]
+        (lambda: MODEL.zero_grad(set_to_none=True), "zero_grad()"),
         (lambda: typed.tensor([1.0]), "nnmpi.Tensor, nnmpi.Tensor(values)"),
         (lambda: typed.Tensor.size.fget(X)(0), "x.shape[0]; the number"),
     ],
 )
-def test_what_is_called_and_is_no_function_of_that_form(
-    call: Callable[[], Any], right: str
-) -> None:
+def test_what_is_called_and_is_no_function_of_that_form(call, right):
     assert f"; in nnmpi: {right}" in told(call)
 
 
-def test_arguments_that_nobody_has_are_pythons_error() -> None:
+def test_arguments_that_nobody_has_are_pythons_error():
     """With those that there are."""
     assert told(lambda: typed.nn.Linear(3, 4, lost=1)).endswith(
         "keyword argument 'lost'; Linear takes in_features, out_features, bias, init"
@@ -196,7 +194,7 @@ def test_arguments_that_nobody_has_are_pythons_error() -> None:
     assert not hasattr(X, "unsqueeze") and X.size * 2 == 12
 
 
-def test_a_state_is_given_to_with_state() -> None:
+def test_a_state_is_given_to_with_state():
     """PyTorch's layers take it as their second argument, where an LSTM's lengths are here."""
     x, h = np.ones((2, 5, 3), np.float32), np.zeros((1, 2, 4), np.float32)
     gru, lstm = nn.GRU(3, 4).initialize(), nn.LSTM(3, 4).initialize()
@@ -206,7 +204,7 @@ def test_a_state_is_given_to_with_state() -> None:
             call()
 
 
-def test_bytes_are_not_told_to_be_converted() -> None:
+def test_bytes_are_not_told_to_be_converted():
     """By astype they would be many times what the loader makes of them."""
     with pytest.raises(
         nnmpi.NnmpiError, match=r"Loader's batches or dataset.rows\(indices\), which"
@@ -224,7 +222,7 @@ def test_bytes_are_not_told_to_be_converted() -> None:
         ("from nnmpi import Wrker", "did you mean 'Worker'"),
     ],
 )
-def test_an_import_is_answered(line: str, right: str) -> None:
+def test_an_import_is_answered(line, right):
     """Python's own error of a missing name would leave the sentence out."""
     with pytest.raises(ImportError, match=rf"; (in nnmpi: )?{right}"):
         exec(line)

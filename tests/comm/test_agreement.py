@@ -53,13 +53,11 @@ A, B, NO_FILE = UsageError("a"), DataError("b"), DataError("no file")
         ((None, MyError("odd")), "CheckpointError: rank 1: odd"),  # the nearest of nnmpi's own
     ],
 )
-def test_all_ranks_raise_what_some_have_raised(
-    failures: tuple[Exception | None, ...], raised: str
-) -> None:
+def test_all_ranks_raise_what_some_have_raised(failures, raised):
     assert outcome(*failures) == [raised] * len(failures)
 
 
-def test_a_foreign_exception_shows_its_traceback_once() -> None:
+def test_a_foreign_exception_shows_its_traceback_once():
     def fail() -> Exception:
         try:
             return {}["missing"]
@@ -75,13 +73,13 @@ def test_a_foreign_exception_shows_its_traceback_once() -> None:
 
 
 @pytest.mark.simulated
-def test_an_exit_is_not_for_agreement(group: Group) -> None:
+def test_an_exit_is_not_for_agreement(group):
     with pytest.raises(SystemExit), agreed(group):
         raise SystemExit(3)
 
 
 @pytest.mark.both_worlds
-def test_every_rank_in_turn_stops_all(group: Group) -> None:
+def test_every_rank_in_turn_stops_all(group):
     for guilty in range(group.size):
         text = "nothing"
         try:
@@ -95,7 +93,7 @@ def test_every_rank_in_turn_stops_all(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
+def test_a_rank_that_worked_for_all_is_not_named(group):
     last = group.size - 1
     for speaker in (None, last):
         with pytest.raises(DataError) as caught:
@@ -105,10 +103,10 @@ def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_the_root_works_for_all(group: Group) -> None:
+def test_the_root_works_for_all(group):
     assert on_root(group, lambda: {"rank": group.rank}) == {"rank": 0}
 
-    def fail() -> None:
+    def fail():
         raise CheckpointError("no")
 
     with pytest.raises(CheckpointError, match=r"^no$") as caught:
@@ -117,7 +115,7 @@ def test_the_root_works_for_all(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_phase_does_no_more_work_once_something_has_failed(group: Group) -> None:
+def test_a_phase_does_no_more_work_once_something_has_failed(group):
     def fail() -> int:
         raise DataError("damaged")
 
@@ -141,7 +139,7 @@ def refused(*everyones: list[object], show: Any = str) -> str:
     )
 
 
-def test_the_first_item_that_differs_is_named_with_the_ranks_that_have_it() -> None:
+def test_the_first_item_that_differs_is_named_with_the_ranks_that_have_it():
     assert refused(["a", "b"], ["a", "b"]) == ""
     assert refused([], []) == ""
     assert (
@@ -151,7 +149,7 @@ def test_the_first_item_that_differs_is_named_with_the_ranks_that_have_it() -> N
     assert refused(["a"], ["a", "c"]) == "item 1 differs: rank 0 has nothing; rank 1 has c; mend it"
 
 
-def test_of_items_that_mean_nothing_the_ranks_alone_are_named() -> None:
+def test_of_items_that_mean_nothing_the_ranks_alone_are_named():
     assert (
         refused([1], [2], [1], [3], show=None)
         == "item 0 differs: ranks 1, 3 of 4 have not what rank 0 has; mend it"
@@ -163,7 +161,7 @@ def test_of_items_that_mean_nothing_the_ranks_alone_are_named() -> None:
 
 
 @pytest.mark.simulated
-def test_items_are_compared_on_all_ranks(group: Group) -> None:
+def test_items_are_compared_on_all_ranks(group):
     require_equal(group, ["same", [1, 2.5]], "never seen")
     if group.size > 1:
         with pytest.raises(CommError, match="these differ: rank 0 has 0; rank 1 has 1"):

@@ -5,7 +5,6 @@ has an end.
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from tests.comm.memory import shared_memory
 
 ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "collectives"])
@@ -13,7 +12,7 @@ ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "colle
 
 @pytest.mark.mpi
 @ORDERED
-def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None:
+def test_nobody_passes_before_all_have_come(group, ordered):
     memory = shared_memory(group, ordered=ordered)
     marks = memory.common_all([(group.size, np.int64)])[0]
     early = 0
@@ -28,7 +27,7 @@ def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None
 
 @pytest.mark.mpi
 @ORDERED
-def test_barriers_of_other_tags_do_not_count(group: Group, ordered: bool) -> None:
+def test_barriers_of_other_tags_do_not_count(group, ordered):
     memory = shared_memory(group, ordered=ordered)
     first, second = memory.barrier_of(1), memory.barrier_of(2)
     for barrier in (first, second) if group.rank % 2 else (second, first):

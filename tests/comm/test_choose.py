@@ -31,9 +31,7 @@ SLOW = Curve.line(1.0, 1.0)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
 @pytest.mark.parametrize("shared", [False, True])
-def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(
-    size: int, shared: bool
-) -> None:
+def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(size, shared):
     names = [choose(nbytes, size, shared=shared).algorithm for nbytes in SIZES]
     assert names[0] == NATIVE
     assert set(names) <= {NATIVE, SHARED if shared else "ring"}
@@ -42,7 +40,7 @@ def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(
     )
 
 
-def test_the_rules_reason_names_the_numbers() -> None:
+def test_the_rules_reason_names_the_numbers():
     assert "2 bytes" in choose(4, 2).reason
     assert "one rank" in choose(2**30, 1).reason
     assert choose(2**30, 2).algorithm == "ring"
@@ -52,7 +50,7 @@ def test_the_rules_reason_names_the_numbers() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
 @pytest.mark.parametrize("nbytes", [4, 1000, 2**16, 2**24])
-def test_with_a_fit_the_least_prediction_wins(ranks: int, nbytes: int) -> None:
+def test_with_a_fit_the_least_prediction_wins(ranks, nbytes):
     fit = make(ranks, SLOW)
     choice = choose(nbytes, ranks, fit)
     predicted = {
@@ -63,7 +61,7 @@ def test_with_a_fit_the_least_prediction_wins(ranks: int, nbytes: int) -> None:
     assert choice.predicted_s == predicted[choice.algorithm] == min(predicted.values())
 
 
-def test_few_latencies_for_short_messages_few_bytes_for_long_ones() -> None:
+def test_few_latencies_for_short_messages_few_bytes_for_long_ones():
     fit = make(16, SLOW)
     assert choose(4, 16, fit).algorithm in ("tree", "halving-doubling")
     assert choose(2**26, 16, fit).algorithm in ("ring", "halving-doubling")
@@ -72,7 +70,7 @@ def test_few_latencies_for_short_messages_few_bytes_for_long_ones() -> None:
     assert choose(2**26, 17, odd).algorithm == "ring"
 
 
-def test_what_was_measured_to_be_faster_is_taken_and_the_next_ones_are_named() -> None:
+def test_what_was_measured_to_be_faster_is_taken_and_the_next_ones_are_named():
     fit = make(4, Curve.line(1e-7, 1e-11), shared=Curve.line(2e-7, 5e-12))
     assert choose(4, 4, fit, shared=True).algorithm == NATIVE
     long = choose(2**20, 4, fit, shared=True)
@@ -82,13 +80,13 @@ def test_what_was_measured_to_be_faster_is_taken_and_the_next_ones_are_named() -
     assert choose(2**20, 4, replace(fit, shared=None), shared=True).algorithm == NATIVE
 
 
-def test_a_started_call_is_chosen_by_what_started_calls_take() -> None:
+def test_a_started_call_is_chosen_by_what_started_calls_take():
     fit = replace(make(2, Curve.line(0, 1e-12)), native_started=SLOW)
     assert choose(2**20, 2, fit).algorithm == NATIVE
     assert choose(2**20, 2, fit, started=True).algorithm != NATIVE
 
 
-def test_two_levels_are_taken_where_a_ring_would_cross_at_every_step() -> None:
+def test_two_levels_are_taken_where_a_ring_would_cross_at_every_step():
     """Ranks dealt out to the nodes in turn: all neighbours of a ring are on other nodes and share
     the nodes' links.
     """

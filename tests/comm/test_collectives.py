@@ -68,7 +68,7 @@ def expected(
     return slice(None), total
 
 
-def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: str) -> None:
+def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: str):
     """Run it blocking and polled, again and again."""
     where, target = expected(group, operation, array.size, array.dtype)
     right = []
@@ -87,16 +87,14 @@ def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: s
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("n", [0, 1, 5, 7919])
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
-def test_every_collective_keeps_its_contract_again_and_again(
-    group: Group, operation: str, algorithm: str, n: int
-) -> None:
+def test_every_collective_keeps_its_contract_again_and_again(group, operation, algorithm, n):
     array = np.empty(n, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
-def test_long_arrays(group: Group, operation: str, algorithm: str) -> None:
+def test_long_arrays(group, operation, algorithm):
     array = np.empty(2**18 + 3, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
 
@@ -104,9 +102,7 @@ def test_long_arrays(group: Group, operation: str, algorithm: str) -> None:
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("max_bytes", [1, 100])
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
-def test_messages_are_cut(
-    group: Group, operation: str, algorithm: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_are_cut(group, operation, algorithm, max_bytes, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", max_bytes)
     array = np.empty(61, np.float32)
     run_each_way(group, group.bind(array, algorithm, 4, operation), array, operation)
@@ -115,7 +111,7 @@ def test_messages_are_cut(
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("algorithm", [NATIVE, "ring"])
-def test_every_dtype(group: Group, algorithm: str, dtype: np.dtype) -> None:
+def test_every_dtype(group, algorithm, dtype):
     array = values(group.rank, 101, dtype)
     group.all_reduce(array, algorithm)
     outcome = array.dtype == dtype and np.array_equal(
@@ -125,7 +121,7 @@ def test_every_dtype(group: Group, algorithm: str, dtype: np.dtype) -> None:
 
 
 @pytest.mark.simulated
-def test_methods_of_the_group(group: Group) -> None:
+def test_methods_of_the_group(group):
     results = []
     for run, operation in (
         (group.reduce_scatter, REDUCE_SCATTER.name),
@@ -141,9 +137,7 @@ def test_methods_of_the_group(group: Group) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_any_numbers_are_summed_closely_and_alike_on_all_ranks_every_time(
-    group: Group, algorithm: str
-) -> None:
+def test_any_numbers_are_summed_closely_and_alike_on_all_ranks_every_time(group, algorithm):
     every = [
         np.random.default_rng(rank).standard_normal(7919).astype(np.float32)
         for rank in range(group.size)
@@ -160,7 +154,7 @@ def test_any_numbers_are_summed_closely_and_alike_on_all_ranks_every_time(
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("n", [3, 40009])
-def test_several_in_flight_move_on_in_any_order(group: Group, n: int) -> None:
+def test_several_in_flight_move_on_in_any_order(group, n):
     """Each rank starts and polls them in an order of its own; only their tags keep them apart."""
     chance = random.Random(group.rank)
     names = [*ALGORITHMS] * 3
@@ -170,7 +164,7 @@ def test_several_in_flight_move_on_in_any_order(group: Group, n: int) -> None:
         for tag, (array, name) in enumerate(zip(arrays, names, strict=True))
     ]
     waiting = list(range(len(names)))
-    flying: list[int] = []
+    flying = []
     while waiting or flying:
         if waiting and chance.random() < 0.3:
             flying.append(waiting.pop(chance.randrange(len(waiting))))
@@ -189,7 +183,7 @@ def test_several_in_flight_move_on_in_any_order(group: Group, n: int) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_a_running_sum_cannot_be_started_again(group: Group, algorithm: str) -> None:
+def test_a_running_sum_cannot_be_started_again(group, algorithm):
     pending = group.bind(values(group.rank, 50), algorithm, 6)
     pending.start()
     refused = "still running" in told(CommError, pending.start)
@@ -201,7 +195,7 @@ def test_a_running_sum_cannot_be_started_again(group: Group, algorithm: str) -> 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("layout", ["one", "each", "uneven", "scattered"])
-def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
+def test_hierarchical_sums_over_any_nodes(group, layout):
     size = group.size
     nodes = {
         "one": [0] * size,
@@ -222,7 +216,7 @@ def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_arrays_that_differ_are_named_on_all_ranks(group: Group, call: str) -> None:
+def test_arrays_that_differ_are_named_on_all_ranks(group, call):
     last = group.size - 1
     array = np.ones(
         10 if group.rank < last else 11, np.float32 if group.rank < last else np.float64
@@ -239,7 +233,7 @@ def test_arrays_that_differ_are_named_on_all_ranks(group: Group, call: str) -> N
 
 
 @pytest.mark.simulated
-def test_the_rank_whose_array_cannot_be_summed_is_named(group: Group) -> None:
+def test_the_rank_whose_array_cannot_be_summed_is_named(group):
     array = np.ones(8, np.float32)
     everyones = group.gather(
         told(NnmpiError, lambda: group.all_reduce(array if group.rank else array[::2]))
@@ -248,7 +242,7 @@ def test_the_rank_whose_array_cannot_be_summed_is_named(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
+def test_what_there_is_not_is_refused_with_the_names(group):
     array = np.ones(4, np.float32)
     for call, words in (
         (lambda: group.all_reduce(array, "rabbit"), "'rabbit'"),
@@ -278,9 +272,7 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         (np.frombuffer(bytes(8)), ShapeError, "read-only"),
     ],
 )
-def test_arrays_that_cannot_be_summed_are_refused(
-    array: object, kind: type[Exception], words: str
-) -> None:
+def test_arrays_that_cannot_be_summed_are_refused(array, kind, words):
     with pytest.raises(kind, match=words):
         check_buffer(array)
 
@@ -295,7 +287,7 @@ def lengths(group: Group) -> list[int]:
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_parts(group: Group, dtype: str) -> None:
+def test_parts(group, dtype):
     """Each rank's part comes to all, or the sum of all ranks' values for it to its owner; some are
     empty.
     """
@@ -321,7 +313,7 @@ def test_parts(group: Group, dtype: str) -> None:
 
 
 @pytest.mark.simulated
-def test_what_runs_is_what_was_proved(group: Group) -> None:
+def test_what_runs_is_what_was_proved(group):
     """A function that gives nothing when it is asked again; and one that gives each rank other
     proved steps.
     """

@@ -22,7 +22,7 @@ UNIFORM = Machine.uniform(ALPHA, BETA, GAMMA)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 12, 32, 33, 256])
-def test_it_equals_the_closed_form(size: int) -> None:
+def test_it_equals_the_closed_form(size):
     """On any uniform link, so the sliders of pages may put its numbers into the formula."""
     nbytes = 2**13 * size * size
     for name, formula in formulas(size).items():
@@ -35,9 +35,7 @@ def test_it_equals_the_closed_form(size: int) -> None:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("nodes", [(0,) * 24, tuple(range(24))])
-def test_equal_ranks_in_lock_step_take_what_messages_take(
-    name: tuple[str, str], nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_ranks_in_lock_step_take_what_messages_take(name, nodes, monkeypatch):
     curve = Curve(((0, 1e-6), (400, 2e-6), (401, 5e-6), (10_000, 9e-6)))
     machine = Machine(
         Link(curve, Curve.line(2e-6, 3e-9)), Link.line(1e-5, 1e-9), nodes, Curve.line(0, 2e-10)
@@ -53,9 +51,7 @@ def test_equal_ranks_in_lock_step_take_what_messages_take(
 
 @pytest.mark.parametrize("name", [("all-reduce", "ring"), ("all-gather", "tree")])
 @pytest.mark.parametrize("placed", ["in blocks", "in turn"])
-def test_shared_links_in_lock_step_are_near_the_exact_order(
-    name: tuple[str, str], placed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_links_in_lock_step_are_near_the_exact_order(name, placed, monkeypatch):
     nodes = blocks(64, 8) if placed == "in blocks" else tuple(rank % 8 for rank in range(64))
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), nodes, UNIFORM.add)
     exact_s = price(COLLECTIVES[name], 64, 2**20, machine)
@@ -63,14 +59,14 @@ def test_shared_links_in_lock_step_are_near_the_exact_order(
     assert price(COLLECTIVES[name], 64, 2**20, machine) == pytest.approx(exact_s, rel=0.15)
 
 
-def test_thousands_of_ranks() -> None:
+def test_thousands_of_ranks():
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), blocks(4096, 8), UNIFORM.add)
     assert price(ALGORITHMS["ring"], 4096, 2**20, machine) == pytest.approx(
         8190 * (2e-6 + 256 * 8e-11), rel=0.01
     )
 
 
-def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready() -> None:
+def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready():
     def arrivals(*nodes: int) -> list[float]:
         links = Links(Machine(Link.line(1.0, 1.0), Link.line(10.0, 1.0), nodes))
         return [links.carry(rank, rank + 2, 0.0, (100,)) for rank in (0, 1)]
@@ -85,9 +81,7 @@ def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready() 
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name[0] != "all-to-all"])
 @pytest.mark.parametrize(("groups", "per_node"), [(1, 1), (1, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("nbytes", [4, 60_000])
-def test_it_takes_what_simulated_ranks_take(
-    name: tuple[str, str], nbytes: int, groups: int, per_node: int
-) -> None:
+def test_it_takes_what_simulated_ranks_take(name, nbytes, groups, per_node):
     """Short messages leave at once. Groups share links, whichever ranks of a node they have.
 
     The seed decides which of several messages gets a link, if they become ready at once.
@@ -114,7 +108,7 @@ def test_it_takes_what_simulated_ranks_take(
     assert 0.9 * min(took) < predicted_s < 1.15 * max(took)
 
 
-def test_what_cannot_be_simulated() -> None:
+def test_what_cannot_be_simulated():
     with pytest.raises(UsageError, match="size is 0"):
         price(ALGORITHMS["ring"], 0, 4, UNIFORM)
     with pytest.raises(UsageError, match="places 2 ranks"):

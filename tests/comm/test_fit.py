@@ -12,7 +12,6 @@ import pytest
 
 import nnmpi.comm.fit
 import nnmpi.lab.measure
-from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
@@ -47,7 +46,7 @@ def make(**changes: object) -> Fit:
     return replace(Fit(machine, native, started, shared, FACTS), **changes)
 
 
-def test_a_fit_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_fit_is_read_back_as_it_was_written(tmp_path):
     file = tmp_path / "new" / "fit.json"
     apart = Machine(Link(EAGER, Curve.line(0.1, 3e-9)), add=EAGER)
     for fit in (
@@ -60,7 +59,7 @@ def test_a_fit_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert [item.name for item in file.parent.iterdir()] == ["fit.json"]
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path):
     file = tmp_path / "fit.json"
     save_fit(make(), file)
     with pytest.raises(TypeError):
@@ -81,7 +80,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         '{"format": 2, "machine": 3}',
     ],
 )
-def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path, text):
     file = tmp_path / "fit.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=r"fit.json: not a readable fit.*nnmpi comm fit"):
@@ -93,12 +92,12 @@ def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> N
         load_fit(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere.json: not a readable fit.*\(No such file"):
         load_fit(tmp_path / "nowhere.json")
 
 
-def test_predictions_are_those_of_the_steps_or_what_was_measured() -> None:
+def test_predictions_are_those_of_the_steps_or_what_was_measured():
     fit = make()
     for name, collective in ALGORITHMS.items():
         if name != "hierarchical":
@@ -110,7 +109,7 @@ def test_predictions_are_those_of_the_steps_or_what_was_measured() -> None:
         make(shared=None).predict("shared", 1000)
 
 
-def test_hierarchical_is_predicted_for_the_nodes_of_the_fit() -> None:
+def test_hierarchical_is_predicted_for_the_nodes_of_the_fit():
     """Two nodes of two ranks: up inside, around two leaders across, down inside. One has a tree."""
     n, across, inside = 10_000, 1e-5, 1e-6
     expected = 2 * (inside + n * 1e-10) + 2 * (across + n / 2 * 1e-9) + (n + n / 2) * 2e-11
@@ -120,9 +119,7 @@ def test_hierarchical_is_predicted_for_the_nodes_of_the_fit() -> None:
     assert one.predict("hierarchical", n) == one.predict("tree", n)
 
 
-def test_the_default_file_tells_host_mpi_and_layout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_file_tells_host_mpi_and_layout(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert (
         default_file(FACTS)
@@ -139,15 +136,13 @@ def test_the_default_file_tells_host_mpi_and_layout(
 
 
 @pytest.fixture(scope="module")
-def fit(group: Group) -> Fit | None:
+def fit(group):
     """A fit of these ranks, hastily made; None for a single one."""
     return measure(group, budget_s=0.5) if group.size > 1 else None
 
 
 @pytest.mark.mpi
-def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(
-    group: Group, fit: Fit | None
-) -> None:
+def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group, fit):
     if fit is None:
         with pytest.raises(UsageError, match="nothing to fit; start at least 2"):
             measure(group)
@@ -171,9 +166,7 @@ def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(
 
 
 @pytest.mark.mpi
-def test_sums_are_measured_and_drawn_beside_their_predictions(
-    group: Group, fit: Fit | None, tmp_path: Path
-) -> None:
+def test_sums_are_measured_and_drawn_beside_their_predictions(group, fit, tmp_path):
     """A line and points for each all-reduce of steps, and a title that says where."""
     pytest.importorskip("matplotlib")
     if fit is None:
@@ -190,11 +183,11 @@ def test_sums_are_measured_and_drawn_beside_their_predictions(
 
 @pytest.mark.mpi
 def test_a_fit_is_found_where_it_was_kept(
-    group: Group,
-    fit: Fit | None,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    group,
+    fit,
+    tmp_path_factory,
+    monkeypatch,
+):
     cache = Path(group.share(str(tmp_path_factory.mktemp("cache"))))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert find_fit(group) is None
@@ -211,8 +204,8 @@ def test_a_fit_is_found_where_it_was_kept(
 
 
 @pytest.mark.mpi
-def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Group) -> None:
-    made: list[str] = []
+def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group):
+    made = []
     calls = [
         (lambda name=name: made.append(name), lambda name=name: made.append(f"fill {name}"))
         for name in "ab"
@@ -225,16 +218,14 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
 
 
 @pytest.mark.parametrize(("s_per_byte", "longest"), [(1e-9, 2**24), (3e-6, 2**17), (1e-4, 2**16)])
-def test_on_slow_links_a_fit_ends_with_shorter_messages(
-    group: Group, s_per_byte: float, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_slow_links_a_fit_ends_with_shorter_messages(group, s_per_byte, longest, monkeypatch):
     """A megabyte was always measured: at 10 Mbit/s a fit of three nodes took minutes."""
     monkeypatch.setattr(nnmpi.lab.measure, "time_calls", lambda *given: np.full((1, 3), given[1]))
-    curve = measure_curves(group, lambda n: [s_per_byte * n], SIZES, 60.0)[0]  # type: ignore[list-item]
+    curve = measure_curves(group, lambda n: [s_per_byte * n], SIZES, 60.0)[0]
     assert curve.points[-1][0] == longest
 
 
-def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_have_both_links_and_every_algorithm(monkeypatch):
     monkeypatch.setattr(nnmpi.comm.fit, "EXAMPLES", (1000, 2**20))
     message = list(describe_fit(make()))
     text = "\n".join(message)

@@ -40,7 +40,7 @@ def arrays(spans: list[GradientRange], dtypes: list[str]) -> list[np.ndarray]:
     ]
 
 
-def fill(buffers: list[np.ndarray], rank: int, step: int) -> None:
+def fill(buffers: list[np.ndarray], rank: int, step: int):
     for i, buffer in enumerate(buffers):
         buffer[:] = (rank + 1) * np.random.default_rng([step, i]).integers(1, 9, buffer.size)
 
@@ -81,9 +81,7 @@ def train(
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000])
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
-def test_any_order_of_gradients_gives_the_sums(
-    group: Group, algorithm: str, bucket_bytes: int, overlap: bool
-) -> None:
+def test_any_order_of_gradients_gives_the_sums(group, algorithm, bucket_bytes, overlap):
     """On every rank in another order, each written just before it is reported; some never are, on
     one rank none.
     """
@@ -113,7 +111,7 @@ def test_any_order_of_gradients_gives_the_sums(
 
 
 @pytest.mark.both_worlds
-def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
+def test_ranks_that_fall_behind_are_waited_for(group):
     """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's
     messages.
     """
@@ -137,7 +135,7 @@ def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
+def test_bits_do_not_depend_on_overlap_or_timing(group):
     spans = layout(LENGTHS)
     sums = set()
     for overlap in (True, False, True):
@@ -160,9 +158,7 @@ def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["tree", "shared", "auto"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_device_gradients_are_summed_where_they_are(
-    group: Group, overlap: bool, algorithm: str
-) -> None:
+def test_device_gradients_are_summed_where_they_are(group, overlap, algorithm):
     """A bucket's copies go on while others are on their way; the double gives rubbish to those who
     do not wait.
     """
@@ -176,7 +172,7 @@ def test_device_gradients_are_summed_where_they_are(
 
 
 @pytest.mark.simulated
-def test_traffic_is_counted_per_step(group: Group) -> None:
+def test_traffic_is_counted_per_step(group):
     spans = layout(LENGTHS)
     exchange = BucketExchange(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
     seen, world = [], group.comm.world
@@ -192,7 +188,7 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("overlap", [True, False])
-def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) -> None:
+def test_buffers_in_shared_memory_are_summed_there(group, overlap):
     spans = layout(LENGTHS)
     buffers = [
         group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])
@@ -204,7 +200,7 @@ def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) 
 
 
 @pytest.mark.simulated
-def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
+def test_each_bucket_can_have_an_algorithm_of_its_own(group):
     spans = layout([1000, 1000, 1000])
     buffers = arrays(spans, ["float32"])
     with pytest.raises(UsageError, match="2 all-reduce algorithms are given for 3 buckets"):
@@ -215,7 +211,7 @@ def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> None:
+def test_time_under_way_is_hidden_only_while_the_rank_computes(group):
     spans = layout([1000, 1000])
     exchange = BucketExchange(
         group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000, overlap=True
@@ -238,7 +234,7 @@ def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> 
 
 
 @pytest.mark.mpi
-def test_auto_chooses_for_each_bucket_and_says_why(group: Group) -> None:
+def test_auto_chooses_for_each_bucket_and_says_why(group):
     spans = layout([10, 4 * 2**20])
     exchange = BucketExchange(group, arrays(spans, ["float32"]), spans, "auto", 1000)
     long, short = exchange.choices
@@ -250,7 +246,7 @@ def test_auto_chooses_for_each_bucket_and_says_why(group: Group) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_overlap_and_buckets_that_suit_the_nodes(group: Group, nodes: int) -> None:
+def test_overlap_and_buckets_that_suit_the_nodes(group, nodes):
     """One message for each buffer at the end within a node, buckets on their way between nodes."""
     world = group.duplicate()
     world._nodes = [rank * nodes // world.size for rank in range(world.size)]
@@ -266,14 +262,14 @@ def test_overlap_and_buckets_that_suit_the_nodes(group: Group, nodes: int) -> No
 
 def raised(make: object) -> str:
     try:
-        make()  # type: ignore[operator]
+        make()
     except (CommError, UsageError, DtypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 @pytest.mark.simulated
-def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
+def test_ranks_with_other_gradients_are_found_at_once(group):
     last = group.size - 1
     n = 9 if group.rank == last and last else 8
     result = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
@@ -317,14 +313,12 @@ GAP = [(0, 0, 3), (0, 8, 10)]
         (GAP, 8, ["0[8:10] of [1]", "0[0:3] of [0]"]),
     ],
 )
-def test_buckets_fill_from_the_end_of_each_buffer(
-    spans: list[GradientRange], limit: int, buckets: list[str]
-) -> None:
+def test_buckets_fill_from_the_end_of_each_buffer(spans, limit, buckets):
     assert drawn(spans, [4, 8], limit) == buckets
 
 
 @pytest.mark.simulated
-def test_a_gradient_reported_twice_is_refused(group: Group) -> None:
+def test_a_gradient_reported_twice_is_refused(group):
     exchange = BucketExchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
     exchange.ready(1)
     with pytest.raises(CommError, match="gradient 1 was reported final twice"):
@@ -336,12 +330,12 @@ def test_a_gradient_reported_twice_is_refused(group: Group) -> None:
 
 
 @pytest.mark.parametrize("spans", [[(0, 0, 4), (0, 3, 5)], [(0, 4, 8), (0, 0, 4)], [(0, 4, 2)]])
-def test_spans_out_of_order_are_refused(spans: list[tuple[int, int, int]]) -> None:
+def test_spans_out_of_order_are_refused(spans):
     with pytest.raises(UsageError, match="must begin at or after"):
         plan_buckets(spans, [4], 100)
 
 
-def test_an_empty_bucket_is_refused() -> None:
+def test_an_empty_bucket_is_refused():
     with pytest.raises(UsageError, match="bucket_bytes is 0"):
         plan_buckets(SPANS, [4], 0)
 
@@ -356,7 +350,7 @@ def test_an_empty_bucket_is_refused() -> None:
         ("native", None, None),
     ],
 )
-def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | None) -> None:
+def test_what_ranks_send(algorithm, busiest, total):
     """In gradients' worth of bytes, on 8 ranks: the server's rank sends the sum to all others."""
 
     def volume(group: Group) -> tuple[float, float] | None:

@@ -1,7 +1,6 @@
 """What a group does besides sums: values, arrays, groups from groups."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,19 +29,19 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_json_values_come_back_from_the_wire(value: object) -> None:
+def test_json_values_come_back_from_the_wire(value):
     assert decode_json(encode_json(value), 0) == value
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
-def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
+def test_what_json_cannot_hold_raises_where_it_arrives(value):
     text = encode_json(value)
     with pytest.raises(CommError, match="rank 5 sent something that is not a JSON value"):
         decode_json(text, 5)
 
 
 @pytest.mark.both_worlds
-def test_gather_gives_all_values_to_all(group: Group) -> None:
+def test_gather_gives_all_values_to_all(group):
     gathered = [
         group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)])
         for _ in range(2)
@@ -54,7 +53,7 @@ def test_gather_gives_all_values_to_all(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_share_gives_the_roots_value_to_all(group: Group) -> None:
+def test_share_gives_the_roots_value_to_all(group):
     for root in range(group.size):
         value = {"root": root, "text": "ü" * 10_000}
         result = group.share(value if group.rank == root else object(), root)
@@ -62,7 +61,7 @@ def test_share_gives_the_roots_value_to_all(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
+def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group):
     guilty = group.size - 1
     texts = [
         told(CommError, call)
@@ -80,9 +79,7 @@ def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
     "dtype", ["float32", "float64", "uint8", "bool", "complex64", "float16", "S3"]
 )
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (3, 4, 5)])
-def test_broadcast_takes_any_shape_and_dtype(
-    group: Group, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_broadcast_takes_any_shape_and_dtype(group, shape, dtype):
     root = group.size - 1
     values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     array = values.copy() if group.rank == root else np.zeros(shape, dtype)
@@ -91,7 +88,7 @@ def test_broadcast_takes_any_shape_and_dtype(
 
 
 @pytest.mark.simulated
-def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
+def test_broadcast_refuses_what_it_could_not_write_to(group):
     with pytest.raises(ShapeError, match="is not contiguous"):
         group.broadcast(np.zeros((3, 4)).T)
     with pytest.raises(DtypeError, match="Python objects"):
@@ -102,7 +99,7 @@ def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
 
 
 # By words of the refusal: what a rank calls with a dtype and a number that differ on one.
-DIFFERENT: dict[str, Callable[[Group, str, int], Any]] = {
+DIFFERENT = {
     "3 elements of int64": lambda group, dtype, odd: group.broadcast(np.zeros(3, dtype)),
     "3 elements of >f8": lambda group, _, odd: group.broadcast(np.zeros(3, "<>"[odd] + "f8")),
     "(3, 2) 6 elements of float64": lambda group, _, odd: group.broadcast(
@@ -132,7 +129,7 @@ DIFFERENT: dict[str, Callable[[Group, str, int], Any]] = {
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
 @pytest.mark.parametrize("words", DIFFERENT)
-def test_different_arrays_are_refused_on_all_ranks(group: Group, words: str) -> None:
+def test_different_arrays_are_refused_on_all_ranks(group, words):
     """Their bytes would be read as another dtype or shape."""
     odd = group.rank == 1
     dtype = "int64" if odd else "float64"
@@ -141,7 +138,7 @@ def test_different_arrays_are_refused_on_all_ranks(group: Group, words: str) -> 
 
 
 # Each call that gives an array to the others: of three elements, or one that is refused.
-CALLS: dict[str, Any] = {
+CALLS = {
     **{name: lambda group, x, name=name: getattr(group, name)(x) for name in (
         "all_reduce", "reduce_scatter", "all_gather", "broadcast", "bind")},
     "unchecked": lambda group, x: group.all_reduce(x, "ring", check=False),
@@ -154,7 +151,7 @@ CALLS: dict[str, Any] = {
     "max_floats": lambda group, x: group.max_floats(x),
 }  # fmt: skip
 # Those without an array.
-BARE: dict[str, Any] = {
+BARE = {
     **{name: lambda group, _, name=name: getattr(group, name)() for name in (
         "barrier", "node", "memory", "duplicate", "free")},
     "gather": lambda group, _: group.gather(1),
@@ -170,7 +167,7 @@ def _around(group: Group, sent: Any, received: Any) -> tuple[list[Any], list[Any
 
 
 @pytest.mark.both_worlds(max_size=3)
-def test_a_freed_group_is_refused_by_every_call(group: Group) -> None:
+def test_a_freed_group_is_refused_by_every_call(group):
     """MPI would say MPI_ERR_COMM, and read memory that is gone; a simulation would go on."""
     texts = []
     for make in (lambda: group.split(0), group.node, group.duplicate):
@@ -189,14 +186,14 @@ def test_a_freed_group_is_refused_by_every_call(group: Group) -> None:
 
 @pytest.mark.both_worlds(max_size=3)
 @pytest.mark.parametrize("call", CALLS)
-def test_arrays_of_numpys_subclasses_are_plain_ones_or_refused(group: Group, call: str) -> None:
+def test_arrays_of_numpys_subclasses_are_plain_ones_or_refused(group, call):
     """What is under a mask would count as a value."""
 
     class Named(np.ndarray):
         def __array_ufunc__(self, *arguments: Any, **named: Any) -> Any:
             raise AssertionError("nnmpi computes with plain arrays")
 
-    masked = np.ma.masked_array(np.ones(3), [0, 1, 0])  # type: ignore[no-untyped-call]
+    masked = np.ma.masked_array(np.ones(3), [0, 1, 0])
     text = told((UsageError, CommError), lambda: CALLS[call](group, masked))
     assert "gaps" in text
     result = CALLS[call](group, np.ones(3).view(Named))
@@ -205,7 +202,7 @@ def test_arrays_of_numpys_subclasses_are_plain_ones_or_refused(group: Group, cal
 
 
 @pytest.mark.both_worlds
-def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
+def test_sums_and_maxima_of_a_few_numbers(group):
     rank, size = group.rank, group.size
     sums, asleep = (group.sum_floats([rank, 0.5, -1.0], asleep) for asleep in (False, True))
     largest = group.max_floats([rank, -rank, math.nan if rank == size - 1 else 0.0])
@@ -218,7 +215,7 @@ def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_split_makes_groups_that_work_apart(group: Group) -> None:
+def test_split_makes_groups_that_work_apart(group):
     half = group.split(group.rank % 2, key=-group.rank)
     members = half.gather(group.rank)
     expected = [rank for rank in reversed(range(group.size)) if rank % 2 == group.rank % 2]
@@ -232,7 +229,7 @@ def test_split_makes_groups_that_work_apart(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
+def test_a_node_holds_the_ranks_that_share_memory(group):
     node = group.node()
     members = node.gather(group.rank)
     outcome = group.rank in members and members == sorted(members) and 1 <= node.size <= group.size
@@ -242,7 +239,7 @@ def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> None:
+def test_messages_of_a_duplicate_never_meet_those_of_the_group(group):
     """Both use the same tag, and every other rank starts them in the other order."""
     other = group.duplicate()
     arrays = [np.full(9, 1.0), np.full(9, 100.0)]
@@ -257,9 +254,7 @@ def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> 
 
 
 @pytest.mark.both_worlds
-def test_no_rank_leaves_a_barrier_before_all_have_come(
-    group: Group, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_come(group, tmp_path_factory):
     folder = group.share(str(tmp_path_factory.mktemp("barrier")) if group.is_root else None)
     mark = f"{folder}/{{}}"
     with open(mark.format(group.rank), "w"):
@@ -273,7 +268,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
 
 
 @pytest.mark.simulated(max_size=2)
-def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group: Group) -> None:
+def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group):
     with tracing(Timeline()) as mine:
         for arrived_s in (-1.0, None):
             with group.collective("sum", arrived_s):

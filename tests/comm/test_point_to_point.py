@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from nnmpi import Group
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import ShapeError
 from nnmpi.comm import buffers
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 
-ARRAYS: list[Array] = [
+ARRAYS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),
     np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2, 1],
     np.asarray(2.5),
@@ -35,7 +34,7 @@ def come(arrival: MessageRequest, messages: Messages) -> bool:
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("synchronous_sends", [False, True])
-def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends: bool) -> None:
+def test_everybody_sends_before_anybody_receives(group, synchronous_sends):
     """Around a ring, several messages with one tag, with sends that wait for their receives."""
     messages = Messages(group, synchronous_sends)
     after, before = neighbours(group)
@@ -50,7 +49,7 @@ def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends
 
 
 @pytest.mark.both_worlds
-def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> None:
+def test_ready_says_whether_a_message_is_there_without_waiting(group):
     """No before it is sent, however often it is asked; then yes, and the values may be read."""
     messages = Messages(group, synchronous_sends=True)
     after, before = neighbours(group)
@@ -68,9 +67,7 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
 
 
 @pytest.mark.both_worlds
-def test_a_long_message_is_cut_and_there_when_its_last_piece_is(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 80)
     messages = Messages(group)
     after, before = neighbours(group)
@@ -91,7 +88,7 @@ def test_a_long_message_is_cut_and_there_when_its_last_piece_is(
 
 
 @pytest.mark.both_worlds
-def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
+def test_a_send_can_be_waited_for_by_itself(group):
     """One that cannot leave yet does not hold up another; and both were counted, with their
     bytes.
     """
@@ -114,7 +111,7 @@ def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_any_kind_arrive(group, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
     for array in ARRAYS:
         result = np.full(array.shape, 1, array.dtype)
@@ -126,7 +123,7 @@ def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.simulated
-def test_nothing_moves_unless_both_can(group: Group) -> None:
+def test_nothing_moves_unless_both_can(group):
     partner = group.rank ^ 1
     result = np.zeros(2)
     answers = []
@@ -142,13 +139,13 @@ def test_nothing_moves_unless_both_can(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_rendezvous_cannot_receive_into_gaps(group: Group) -> None:
+def test_a_rendezvous_cannot_receive_into_gaps(group):
     with rendezvous(group) as channel, pytest.raises(ShapeError, match="is not contiguous"):
         channel.receive(np.zeros((4, 4))[:, 1], 0)
 
 
 @pytest.mark.both_worlds
-def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
+def test_a_rendezvous_does_not_meet_the_groups_messages(group):
     sums = np.ones(5)
     pending = group.bind(sums, "ring")
     pending.start()
@@ -165,7 +162,7 @@ def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("size", [0, 1, 100_000])
-def test_all_neighbours_at_once(group: Group, size: int) -> None:
+def test_all_neighbours_at_once(group, size):
     """Every rank sends to both neighbours on a ring and to itself; long messages, too, that MPI
     does not buffer.
     """

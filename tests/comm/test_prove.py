@@ -22,7 +22,6 @@ from nnmpi.comm.collective import (
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
-    Contract,
     Step,
     runs,
 )
@@ -34,9 +33,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
-def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(
-    key: tuple[str, str], size: int
-) -> None:
+def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(key, size):
     """Where the literature has one, as for each of a single level."""
     proof = prove(COLLECTIVES[key], size)
     assert proof.size == size
@@ -47,11 +44,11 @@ def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(
     "nodes",
     [[0] * 6, [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], [2, 0, 1, 0, 2, 2], [0, 1, 0, 1, 0, 1]],
 )
-def test_hierarchical_is_proved_on_any_nodes(nodes: list[int]) -> None:
+def test_hierarchical_is_proved_on_any_nodes(nodes):
     assert prove(find_collective("all-reduce", "hierarchical", nodes), 6).size == 6
 
 
-def test_halving_of_eight_is_the_picture() -> None:
+def test_halving_of_eight_is_the_picture():
     steps = [(step.to, tuple(step.send), tuple(step.recv)) for step in halving_doubling(0, 8)]
     assert steps[:3] == [(1, (4, 5, 6, 7), (0, 1, 2, 3)), (2, (2, 3), (0, 1)), (4, (1,), (0,))]
     assert steps[3:] == [(4, (0,), (1,)), (2, (0, 1), (2, 3)), (1, (0, 1, 2, 3), (4, 5, 6, 7))]
@@ -60,7 +57,7 @@ def test_halving_of_eight_is_the_picture() -> None:
 # What a proof finds.
 
 
-def test_tree_of_eight_is_the_picture() -> None:
+def test_tree_of_eight_is_the_picture():
     parents = {
         rank: step.to
         for rank in range(1, 8)
@@ -70,7 +67,7 @@ def test_tree_of_eight_is_the_picture() -> None:
     assert parents == {1: 0, 2: 0, 3: 2, 4: 0, 5: 4, 6: 4, 7: 6}
 
 
-def test_ring_of_three_is_the_picture() -> None:
+def test_ring_of_three_is_the_picture():
     sent = [[step.send[0] for step in ring(rank, 3)] for rank in range(3)]
     assert [list(column) for column in zip(*sent, strict=True)] == [
         [2, 0, 1],
@@ -80,13 +77,13 @@ def test_ring_of_three_is_the_picture() -> None:
     ]
 
 
-def test_neighbouring_chunks_are_one_message() -> None:
+def test_neighbouring_chunks_are_one_message():
     assert runs((3, 0, 1)) == (range(3, 4), range(2))
     assert runs((1, 0)) == (range(1, 2), range(1))
     assert runs(()) == ()
 
 
-def test_an_unknown_algorithm_is_refused_with_the_names() -> None:
+def test_an_unknown_algorithm_is_refused_with_the_names():
     with pytest.raises(UsageError, match="'rings'.*ring, tree, ps.*auto, native, shared"):
         find_collective("all-reduce", "rings")
 
@@ -102,7 +99,7 @@ def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
-def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> None:
+def test_no_single_change_goes_unnoticed(key, size):
     """Every step of every rank is left out, its sum and its partners and chunks are changed, one at
     a time.
     """
@@ -270,19 +267,19 @@ ALL_SEND = (
         ),
     ],
 )
-def test_a_fault_is_named(steps: Plan, contract: Contract, sentence: str) -> None:
+def test_a_fault_is_named(steps, contract, sentence):
     with pytest.raises(ScheduleError, match=re.escape(sentence)):
         prove_steps(steps, contract)
 
 
-def test_adding_to_a_chunk_that_is_sent_is_allowed() -> None:
+def test_adding_to_a_chunk_that_is_sent_is_allowed():
     """What is to be added waits in scratch until the send is over: two ranks can exchange and add
     in one step.
     """
     assert prove_steps(both(reduce=True)).rounds == 1
 
 
-def test_a_step_without_meaning_cannot_be_made() -> None:
+def test_a_step_without_meaning_cannot_be_made():
     with pytest.raises(ScheduleError, match="send has 1 and"):
         Step(to=1)
     with pytest.raises(ScheduleError, match=r"recv has None and \(0,\)"):
@@ -291,9 +288,9 @@ def test_a_step_without_meaning_cannot_be_made() -> None:
         Step(to=1, send=(0, 0))
     for chunks in ((0.0,), ("01",), 1.5, (None,)):
         with pytest.raises(ScheduleError, match="give one rank, and a list of chunks"):
-            Step(to=1, send=chunks)  # type: ignore[arg-type]
+            Step(to=1, send=chunks)
 
 
-def test_no_ranks_at_all_cannot_be_proved() -> None:
+def test_no_ranks_at_all_cannot_be_proved():
     with pytest.raises(ScheduleError, match="0 ranks"):
         prove(ring, 0)

@@ -49,7 +49,7 @@ def blocks_of_two(group: Group) -> list[int]:
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
-def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, dtype: str) -> None:
+def test_slices_cover_an_array_once_and_begin_on_cache_lines(n, size, dtype):
     array = np.zeros(n, dtype)
     cuts = [own_slice(array, size, rank) for rank in range(size)]
     for cut in cuts:
@@ -61,9 +61,7 @@ def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-def test_the_sum_is_that_in_rank_order(
-    group: Group, dtype: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_is_that_in_rank_order(group, dtype, ordered, monkeypatch):
     monkeypatch.setattr(node_sum, "CACHED_BYTES", 0)
     monkeypatch.setattr(node_sum, "LEAST_BLOCK_BYTES", 4096)
     memory = shared_memory(group, ordered=ordered)
@@ -80,7 +78,7 @@ def test_the_sum_is_that_in_rank_order(
 
 
 @pytest.mark.mpi
-def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
+def test_over_several_nodes_all_ranks_have_the_same_bits(group):
     memory = shared_memory(group, nodes=blocks_of_two(group))
     outcomes = []
     for n in LENGTHS:
@@ -97,7 +95,7 @@ def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
+def test_hundreds_in_a_row_never_meet_one_another(group):
     memory, n = SharedMemory(group), 300
     array = memory.allocate(n, "int64")
     sums = [SharedSum(array, memory, tag=5) for _ in range(2)]
@@ -115,9 +113,7 @@ def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("nodes", ["one node", "several"])
-def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(
-    group: Group, nodes: str, ordered: bool
-) -> None:
+def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group, nodes, ordered):
     several = blocks_of_two(group) if nodes == "several" else None
     memory = shared_memory(group, nodes=several, ordered=ordered)
     array = memory.allocate(1000, "int64")
@@ -137,9 +133,7 @@ def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(
 
 
 @pytest.mark.mpi
-def test_without_its_barrier_the_sum_is_wrong(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_barrier_the_sum_is_wrong(group, monkeypatch):
     """The planted fault that the tests above must notice."""
     memory = SharedMemory(group)
     array = memory.allocate(300, "int64")
@@ -156,7 +150,7 @@ def test_without_its_barrier_the_sum_is_wrong(
 
 
 @pytest.mark.mpi
-def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
+def test_different_arrays_are_refused_on_all_ranks(group):
     memory = SharedMemory(group)
     last = group.rank == group.size - 1
     for odd in (np.zeros(8, "float32"), np.zeros(9, "float64")):
@@ -170,7 +164,7 @@ def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group: Group) -> None:
+def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group):
     memory = group.memory()
     array = memory.allocate(8, "float32")
     odd = np.zeros(8, "float32") if group.rank == group.size - 1 else array
@@ -180,7 +174,7 @@ def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group: Group) -> N
         SharedSum(np.zeros((2, 3)), memory)
 
 
-def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
+def test_nothing_has_to_be_freed_at_the_end(tmp_path):
     """Windows and arrays are left as they are when the program ends: no word, no crash."""
     program = """
         import numpy as np
@@ -204,7 +198,7 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
+def test_a_closed_twin_leaves_the_arrays(group):
     """What the other has allocated is in use: gone, it would end the process at the next sum."""
     full = group.duplicate()
     array = full.memory().allocate(50, np.float32)
@@ -221,7 +215,7 @@ def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
+def test_it_gives_back_no_communicator_of_the_groups(group):
     """Not even where the group has its own in another object by then: freed twice, it may be
     somebody else's.
     """
@@ -234,7 +228,7 @@ def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None:
+def test_a_group_makes_a_new_memory_when_its_own_was_freed(group):
     """The old barriers count in pages that are gone: to touch them would end the process."""
     full = group.duplicate()
     for _ in range(3):
@@ -257,9 +251,7 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("nodes", ["one node", "several"])
-def test_it_is_given_back_once_however_often_it_is_asked_for(
-    group: Group, nodes: str, ordered: bool
-) -> None:
+def test_it_is_given_back_once_however_often_it_is_asked_for(group, nodes, ordered):
     """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in
     a sentence.
     """

@@ -7,11 +7,9 @@ import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.base import clock
 from nnmpi.base.lines import PACKAGE
 from nnmpi.comm.mpi import mpi_world as mpi_world_module
@@ -23,13 +21,13 @@ from nnmpi.comm.mpi.watchdog import RankStatus, describe, find_line, is_over
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
 
 
-def test_a_rank_that_has_ended_is_named_and_what_it_should_have_called() -> None:
+def test_a_rank_that_has_ended_is_named_and_what_it_should_have_called():
     waits = "an all-gather of 2 ranks, the call of save at mine.py:6, which all ranks must make"
     statuses = {0: RankStatus(12.0, 12.0, waits, None), 1: RankStatus(11.0, 11.0, AT_END, None)}
     assert describe(statuses, {}, set()) == f"rank 1 has ended; rank 0 waits in {waits}"
 
 
-def test_who_is_missing_comes_first() -> None:
+def test_who_is_missing_comes_first():
     waiting = RankStatus(12.0, 12.0, WAITS, 7)
     busy = RankStatus(0.0, 3.0, "at mine.py:9 in load", 6)
     assert describe({0: waiting, 1: busy, 3: waiting}, {2: 8.0}, {4}) == (
@@ -38,7 +36,7 @@ def test_who_is_missing_comes_first() -> None:
     )
 
 
-def test_where_all_wait_nobody_is_missing() -> None:
+def test_where_all_wait_nobody_is_missing():
     words = describe(
         {0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, set()
     )
@@ -60,14 +58,12 @@ def test_where_all_wait_nobody_is_missing() -> None:
         (1e6, [], {5: 1e6}, 0, False),
     ],
 )
-def test_when_it_is_over(
-    waited_s: float, others: list[RankStatus], silent: dict[int, float], limit_s: float, over: bool
-) -> None:
+def test_when_it_is_over(waited_s, others, silent, limit_s, over):
     statuses = dict(enumerate([RankStatus(waited_s, waited_s, WAITS, 1), *others]))
     assert is_over(statuses, silent, limit_s) == over
 
 
-def test_the_place_of_a_thread_is_the_users_line_and_its_call() -> None:
+def test_the_place_of_a_thread_is_the_users_line_and_its_call():
     room, library = str(Path(watchdog.__file__).parent), watchdog.LIBRARY
     wait = f'  File "{library}/threading.py", line 5 in wait'
     poll = f'  File "{room}/window.py", line 3 in poll'
@@ -87,24 +83,24 @@ def test_the_place_of_a_thread_is_the_users_line_and_its_call() -> None:
     assert place() == "an unknown line"
 
 
-def test_a_call_of_the_world_says_for_what_it_waits_while_it_does() -> None:
+def test_a_call_of_the_world_says_for_what_it_waits_while_it_does():
     """Also if it is left by an error: what comes after it does not wait."""
     seen = []
 
-    def call() -> None:
+    def call():
         seen.append(world.waiting)
         raise KeyboardInterrupt
 
-    world: Any = SimpleNamespace(operations=deque(), waiting=None)
+    world = SimpleNamespace(operations=deque(), waiting=None)
     with pytest.raises(KeyboardInterrupt):
         mpi_world_module._named(world, 3, "a barrier", call)()
     assert [words for _, words in seen] == ["a barrier of 3 ranks"] and world.waiting is None
 
 
-def test_a_wait_lasts_from_whatever_line_it_looks() -> None:
+def test_a_wait_lasts_from_whatever_line_it_looks():
     """A server polls while it waits, and each status finds it at another line."""
     lines = iter("ab")
-    rank: Any = SimpleNamespace(
+    rank = SimpleNamespace(
         _world=SimpleNamespace(waiting=(0.0, "messages"), waiter=None, step=1),
         _line=lambda: next(lines),
         _mark=None,
@@ -119,7 +115,7 @@ def test_a_wait_lasts_from_whatever_line_it_looks() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_waiting_takes_next_to_no_processor_time(group: Group) -> None:
+def test_waiting_takes_next_to_no_processor_time(group):
     late_s = 0.5
     group.barrier()
     began = time.process_time()
@@ -130,7 +126,7 @@ def test_waiting_takes_next_to_no_processor_time(group: Group) -> None:
     assert max(used) < 0.5 * late_s, used
 
 
-def test_looks_become_rarer() -> None:
+def test_looks_become_rarer():
     """A tenth of a second is at most a hundred looks and the few that come before the pauses are
     full.
     """
@@ -144,7 +140,7 @@ def test_looks_become_rarer() -> None:
     assert 1 < len(looks) < 0.1 / LONGEST_S + 10
 
 
-def test_a_wait_ends_at_its_time() -> None:
+def test_a_wait_ends_at_its_time():
     began_s = clock.now()
     assert not mpi_world().wait_until(lambda: False, began_s + 0.05)
     assert 0.05 <= clock.now() - began_s < 5

@@ -136,7 +136,7 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
+def test_how_a_job_ends(name, tmp_path):
     case = CASES[name]
     ending = run_program(tmp_path, BEGIN + case.body, ranks=3)
     assert ending.status == case.status, ending.output
@@ -162,9 +162,7 @@ def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
         ("sys.exit(3)", 3, "", "rank"),
     ],
 )
-def test_how_a_single_process_ends(
-    body: str, status: int, once: str, never: str, tmp_path: Path
-) -> None:
+def test_how_a_single_process_ends(body, status, once, never, tmp_path):
     ending = run_program(tmp_path, BEGIN + body, ranks=0)
     assert ending.status == status
     assert ending.output.count(once) == 1 or not once
@@ -174,9 +172,7 @@ def test_how_a_single_process_ends(
 @pytest.mark.parametrize(
     ("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
 )
-def test_a_launcher_that_mpi_does_not_know_is_refused_once(
-    size: str, place: str, tmp_path: Path
-) -> None:
+def test_a_launcher_that_mpi_does_not_know_is_refused_once(size, place, tmp_path):
     """Three processes, told by a launcher that MPI does not know that they are three."""
     folders = [tmp_path / str(rank) for rank in range(3)]
     for folder in folders:
@@ -199,7 +195,7 @@ def test_a_launcher_that_mpi_does_not_know_is_refused_once(
     assert [ending.output for ending in endings[1:]] == ["", ""]
 
 
-def test_a_batch_script_may_run_serially(tmp_path: Path) -> None:
+def test_a_batch_script_may_run_serially(tmp_path):
     """Slurm tells a batch script how many tasks it could start, which is no launch."""
     ending = run_program(
         tmp_path, BEGIN + "print(group)", 0, SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0"
@@ -208,7 +204,7 @@ def test_a_batch_script_may_run_serially(tmp_path: Path) -> None:
     assert "rank 0 of 1" in ending.output
 
 
-def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_library_is_one_sentence(tmp_path):
     ending = run_program(tmp_path, BEGIN, 0, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert ending.status == 2
     assert "no MPI library can be loaded" in ending.output
@@ -216,7 +212,7 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ending.output
 
 
-def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_limit_is_refused(tmp_path):
     for limit in ("0", "-1", "soon", "nan"):
         with pytest.raises(
             UsageError, match=f"NNMPI_EXIT_LIMIT_S is '{limit}'; give a positive number"
@@ -228,7 +224,7 @@ def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
     assert "NNMPI_EXIT_LIMIT_S" in ending.output
 
 
-def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
+def test_the_limit_of_the_environment_holds(tmp_path):
     body = BEGIN.replace("exit_limit_s=2", "") + "if rank == 1: sys.exit(0)\nwait()"
     ending = run_program(tmp_path, body, 2, NNMPI_EXIT_LIMIT_S="2")
     assert "waited 2 s" in ending.output
@@ -236,7 +232,7 @@ def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_running_blas_has_one_thread(ranks: int, tmp_path: Path) -> None:
+def test_a_running_blas_has_one_thread(ranks, tmp_path):
     """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told,
     launcher or not.
     """

@@ -43,7 +43,7 @@ def run(program: str, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_a_start_that_takes_too_long_is_ended_with_its_stack() -> None:
+def test_a_start_that_takes_too_long_is_ended_with_its_stack():
     ending = run(WAITS.format(limit_s=0.1, seconds=LIMIT_S))
     assert ending.returncode == 1
     assert "wait_for_all_ranks_to_start" in ending.stderr
@@ -86,9 +86,7 @@ FOREIGN = "started 4 processes, but mpi4py uses another MPI, {}, which sees one 
         ("Open MPI", ONE, {}, 1, ""),
     ],
 )
-def test_launchers_of_another_library_are_refused(
-    vendor: str, launch: Launch | None, environ: dict[str, str], size: int | None, words: str
-) -> None:
+def test_launchers_of_another_library_are_refused(vendor, launch, environ, size, words):
     result = told(LaunchError, lambda: refuse_mismatch(vendor, launch, environ, size))
     assert words in result and bool(words) == bool(result)
 
@@ -106,13 +104,11 @@ def test_launchers_of_another_library_are_refused(
         (OPEN_MPI, {"OMPI_MCA_pml": "cm"}, False),  # which needs an mtl
     ],
 )
-def test_only_a_job_on_one_node_does_without_a_network(
-    launch: Launch | None, environ: dict[str, str], stays: bool
-) -> None:
+def test_only_a_job_on_one_node_does_without_a_network(launch, environ, stays):
     assert stays_on_one_node(launch, environ) == stays
 
 
-def test_a_single_process_looks_for_no_network_cards() -> None:
+def test_a_single_process_looks_for_no_network_cards():
     code = "import os; from nnmpi.comm.mpi.start import load_mpi; load_mpi(os.environ)\n"
     code += "print(os.environ['OMPI_MCA_btl'])"
     names = ("OMPI_", "PMIX_", "PMI_")
@@ -124,7 +120,7 @@ def test_a_single_process_looks_for_no_network_cards() -> None:
     assert ended.stdout.strip() == NO_NETWORK["OMPI_MCA_btl"], ended.stderr
 
 
-def test_a_job_without_a_home_directory_starts() -> None:
+def test_a_job_without_a_home_directory_starts():
     """As cron starts one: Open MPI would abort inside MPI_Init."""
     program = "import nnmpi; print('ranks', nnmpi.start().size)"
     ran = subprocess.run(
@@ -137,7 +133,7 @@ def test_a_job_without_a_home_directory_starts() -> None:
     assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
 
 
-def test_a_user_without_a_home_has_no_cache_after_the_start_either() -> None:
+def test_a_user_without_a_home_has_no_cache_after_the_start_either():
     """Open MPI needs a home to start: a folder that all can write became the cache's, too."""
     program = "import os, nnmpi; from nnmpi.base.files import *\n"
     program += "os.path.expanduser = lambda path: os.environ.get('HOME', path)\n"
@@ -152,7 +148,7 @@ def test_a_user_without_a_home_has_no_cache_after_the_start_either() -> None:
     assert (ran.returncode, ran.stdout) == (0, "refused\nrefused\n"), ran.stderr
 
 
-def test_a_launcher_that_ends_a_refused_job_adds_no_sentence(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_a_refused_job_adds_no_sentence(tmp_path):
     program = (
         "import atexit, os, nnmpi; from nnmpi.base.early import explain_signals\n"
         "explain_signals(); nnmpi.start(); atexit.register(os.kill, os.getpid(), 15)\n"
@@ -163,7 +159,7 @@ def test_a_launcher_that_ends_a_refused_job_adds_no_sentence(tmp_path: Path) -> 
     assert ending.status == 2 and ending.output.count("nnmpi:") == 1, ending.output
 
 
-def test_signals_stay_as_they_are_when_mpi_starts() -> None:
+def test_signals_stay_as_they_are_when_mpi_starts():
     """UCX would take SIGHUP, so that a closed terminal ended nothing."""
     program = "import os, signal, nnmpi; nnmpi.start(); os.kill(os.getpid(), int({}))"
     for number in (signal.SIGHUP, signal.SIGTERM):
@@ -176,7 +172,7 @@ def test_signals_stay_as_they_are_when_mpi_starts() -> None:
         assert ran.returncode == -number
 
 
-def test_an_error_without_an_output_is_one_sentence() -> None:
+def test_an_error_without_an_output_is_one_sentence():
     """Python's stdout is None if it was closed before the start (`>&-`)."""
     words = f"{sys.executable} -m nnmpi predict nowhere none.csv >&-"
     ran = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -184,7 +180,7 @@ def test_an_error_without_an_output_is_one_sentence() -> None:
     assert ran.stderr.startswith("nnmpi: nowhere: there is no run") and ran.stderr.count("\n") == 1
 
 
-def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_have_no_bytes_are_printed(capsys):
     """Such as the name of a file that is no text: the error must not fail in its turn, while others
     wait.
     """
@@ -194,7 +190,7 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
         return SimpleNamespace(Test=lambda: True)
 
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, Iallgather=gather)
-    mpi: Any = SimpleNamespace(BYTE=None, COMM_WORLD=SimpleNamespace(Dup=lambda: comm))
+    mpi = SimpleNamespace(BYTE=None, COMM_WORLD=SimpleNamespace(Dup=lambda: comm))
     shutdown = Shutdown(
         mpi,
         1.0,

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import DeviceError, ShapeError
 from nnmpi.comm.mpi import mpi_world
 from nnmpi.comm.node import SharedMemory
@@ -16,7 +15,7 @@ from tests.comm.memory import shared_memory
 
 
 @pytest.mark.both_worlds
-def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -> None:
+def test_every_rank_sees_what_the_others_write_into_their_arrays(group):
     memory = SharedMemory(group)
     local = memory.allocate(1000 + group.rank, np.float32)
     zeros = (
@@ -42,7 +41,7 @@ def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -
 
 
 @pytest.mark.both_worlds
-def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
+def test_one_array_can_be_given_back_and_others_stay(group):
     memory = SharedMemory(group)
     first, second = memory.allocate(5, "float32"), memory.allocate(7, "float32")
     memory.drop([first])
@@ -57,7 +56,7 @@ def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-def test_a_common_array_stands_once_per_node(group: Group) -> None:
+def test_a_common_array_stands_once_per_node(group):
     nodes = [rank * 2 // group.size for rank in range(group.size)]
     memory = shared_memory(group, nodes=nodes)
     array = memory.common_all([(group.size, np.int64)])[0]
@@ -70,9 +69,7 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group, monkeypatch):
     memory = shared_memory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
         monkeypatch.setattr(mpi_world, "free_bytes", lambda need: 2**20)
@@ -85,7 +82,7 @@ def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(
 
 
 @pytest.mark.mpi
-def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group: Group) -> None:
+def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group):
     """The others would wait in Open MPI for ever."""
     memory, before = SharedMemory(group), resource.getrlimit(resource.RLIMIT_AS)
     mapped = PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[0])
@@ -98,10 +95,10 @@ def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_what_mpi_refuses_is_one_sentence(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mpi_refuses_is_one_sentence(group, monkeypatch):
     memory = SharedMemory(group)
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object):
         raise mpi_world.MPI.Exception(mpi_world.MPI.ERR_NO_MEM)
 
     monkeypatch.setattr(mpi_world.MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
@@ -111,7 +108,7 @@ def test_what_mpi_refuses_is_one_sentence(group: Group, monkeypatch: pytest.Monk
     memory.free()
 
 
-def test_wrong_use_is_refused(group: Group) -> None:
+def test_wrong_use_is_refused(group):
     memory = SharedMemory(group)
     with pytest.raises(
         ShapeError, match="the array of 3 elements was not allocated in shared memory"

@@ -36,7 +36,7 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__main__") and not name.startswith(OTHERS)]
 
 
-def test_all_modules_but_those_of_mpi() -> None:
+def test_all_modules_but_those_of_mpi():
     names = [name for name in modules() if name not in MPI]
     done = imported_without_mpi(names)
     assert len(names) > 150
@@ -44,13 +44,13 @@ def test_all_modules_but_those_of_mpi() -> None:
 
 
 @pytest.mark.parametrize("name", MPI)
-def test_a_module_that_needs_mpi_would_be_found(name: str) -> None:
+def test_a_module_that_needs_mpi_would_be_found(name):
     done = imported_without_mpi([name])
     assert done.returncode != 0
     assert "halted; None in sys.modules" in done.stderr
 
 
-def test_what_proves_draws_simulates_and_checks_needs_no_unix() -> None:
+def test_what_proves_draws_simulates_and_checks_needs_no_unix():
     """And no MPI."""
     program = """
 from nnmpi.lab.comm import main as comm
@@ -68,7 +68,7 @@ print(simulate(lambda group: group.sum_floats([1.0])[0], ranks=3))
     )
 
 
-def test_the_names_of_the_package() -> None:
+def test_the_names_of_the_package():
     """What a user gets from it by name, without starting anything."""
     done = imported_without_mpi(["nnmpi; [getattr(nnmpi, name) for name in nnmpi.__all__]"])
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from tests.harness.commands import on_ranks
 
 
 @pytest.fixture
-def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+def run(tmp_path, capfd):
     """Return the folder of a short run, and its test accuracy and loss as they were printed."""
 
     def trained(words: str, folder: Path = tmp_path) -> tuple[Path, str]:
@@ -23,7 +23,7 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Any:
+def said(capfd):
     """Return what a command prints."""
 
     def printed(main: Any, words: str, ranks: int = 1) -> str:

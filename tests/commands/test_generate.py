@@ -48,9 +48,7 @@ def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: 
 
 
 @pytest.mark.parametrize("model", ["gpt", once_more("lstm", reason=MORE_LAYOUTS)])
-def test_every_layout_writes_the_same(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_every_layout_writes_the_same(tmp_path, capfd, model):
     """Past the context, too."""
     folder = run(tmp_path, model)
     words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
@@ -69,9 +67,7 @@ def test_every_layout_writes_the_same(
     assert result == result[:1] * 5
 
 
-def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path, capfd):
     """What one run wrote is where another begins; then the first is gone."""
     folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
     assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
@@ -100,9 +96,7 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
     assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
 
 
-def test_what_cannot_be_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written(tmp_path, capfd, monkeypatch):
     """A sentence each."""
     folder = run(tmp_path, "gpt")
     for words, sentence in (
@@ -138,12 +132,12 @@ def test_what_cannot_be_written(
         written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
 
 
-def test_options() -> None:
+def test_options():
     folder, options, place = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5", "--tp", "2"])
     assert (folder, options.prompt, options.top_k, place.tp) == (Path("runs/x"), "Once upon", 5, 2)
 
 
-def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_text_in_and_a_text_out(tmp_path, capfd):
     """By the tokenizer that the run keeps; of a folder of another run it would be another."""
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 60)
     out = tmp_path / "run"

@@ -17,7 +17,6 @@ from nnmpi import data
 from nnmpi.base.errors import DataError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.predict import main as predict
-from nnmpi.train.run import Run
 from nnmpi.train.signature import ModelSignature
 
 Draw = np.random.Generator
@@ -36,9 +35,7 @@ def companies(draw: Draw, count: int) -> list[list[int]]:
     return [*([i] for i in range(0, count, 7)), *some, [0] * 20]
 
 
-def check(
-    draw: Draw, count: int, right: np.ndarray[Any, Any], ask: Callable[[list[int]], Any]
-) -> None:
+def check(draw: Draw, count: int, right: np.ndarray[Any, Any], ask: Callable[[list[int]], Any]):
     for places in companies(draw, count):
         np.testing.assert_array_equal(ask(places), right[places], strict=True)
 
@@ -47,7 +44,7 @@ def check(
 
 
 @pytest.fixture
-def pictures() -> np.ndarray[Any, Any]:
+def pictures():
     draw = np.random.default_rng(1)
     x = draw.integers(0, 256, (40, 28, 28)).astype("u1")
     x[::5] = draw.integers(0, 2, (8, 28, 28))  # nearly black ones: they are bytes, too
@@ -59,12 +56,12 @@ def pictures() -> np.ndarray[Any, Any]:
     "model", ["cnn --hidden 8", "mlp --dtype float64", "mlp --no-normalize --hidden 128"]
 )
 def test_images(
-    tmp_path: Path,
-    run: Any,
-    said: Any,
-    pictures: np.ndarray[Any, Any],
-    model: str,
-) -> None:
+    tmp_path,
+    run,
+    said,
+    pictures,
+    model,
+):
     draw, y = np.random.default_rng(0), np.arange(40) % 3
     np.savez(tmp_path / "a.npz", x=pictures, y=y)
     folder, _ = run(f"--dataset {tmp_path}/a.npz --model {model}")
@@ -93,7 +90,7 @@ def test_images(
             model_.predict(pictures[others].astype("f4"))
 
 
-def test_the_rule_of_a_run_tells_bytes_from_scaled_floats() -> None:
+def test_the_rule_of_a_run_tells_bytes_from_scaled_floats():
     """Digits' 16 is white, so that 15.0 is a byte; of bytes that are not scaled all is the same."""
     train = data.load("digits")[0]
     dark = np.minimum(train.x[:20], 15)
@@ -130,7 +127,7 @@ def write(file: Path, lines: list[list[str]]) -> Path:
     return file
 
 
-def test_tables(tmp_path: Path, run: Any, said: Any) -> None:
+def test_tables(tmp_path, run, said):
     draw = np.random.default_rng(2)
     header, table = rows(draw, 80)
     labelled = [[*header, "Ziel"], *([*row, "ny"[i % 2]] for i, row in enumerate(table))]
@@ -161,7 +158,7 @@ def test_tables(tmp_path: Path, run: Any, said: Any) -> None:
         model.predict(np.zeros((2, len(model.signature.columns))))
 
 
-def test_numbers_of_python_are_those_of_the_file(tmp_path: Path, run: Any, said: Any) -> None:
+def test_numbers_of_python_are_those_of_the_file(tmp_path, run, said):
     """Also of pandas, where it is installed; and in a table without names."""
     draw = np.random.default_rng(3)
     x = np.round(draw.normal(size=(60, 3)) * [1, 1e5, 1e-3], 6)
@@ -183,7 +180,7 @@ def test_numbers_of_python_are_those_of_the_file(tmp_path: Path, run: Any, said:
 # ---- texts ----
 
 
-def test_tokens(tmp_path: Path, run: Any, said: Any) -> None:
+def test_tokens(tmp_path, run, said):
     """Of a model of one's own that classifies sequences."""
     draw = np.random.default_rng(4)
     (tmp_path / "m.py").write_text(
@@ -196,7 +193,7 @@ def test_tokens(tmp_path: Path, run: Any, said: Any) -> None:
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 3)
     words = f"--dataset {tmp_path}/a.npz --model {tmp_path}/m.py:model"
     folder, _ = run(words)
-    model: Run = nnmpi.load(folder, trust=True)
+    model = nnmpi.load(folder, trust=True)
     right = model.predict(x)
     for kind in ("u2", "i8", "u1"):
         check(draw, 40, right, lambda some, kind=kind: model.predict(x[some].astype(kind)))

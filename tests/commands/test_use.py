@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +52,7 @@ def files(folder: Path) -> dict[str, Path]:
         ("text.txt", "--model gpt --features 8 --heads 2 --context 12 --layers 1"),
     ],
 )
-def test_evaluate_says_what_training_printed(
-    tmp_path: Path, run: Any, said: Any, name: str, options: str
-) -> None:
+def test_evaluate_says_what_training_printed(tmp_path, run, said, name, options):
     """On one rank and several, by their replicas, pipelines and shards."""
     folder, printed = run(f"--dataset {files(tmp_path)[name]} {options}")
     layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2")]
@@ -67,7 +64,7 @@ def test_evaluate_says_what_training_printed(
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout
 
 
-def test_bytes_are_scaled_as_the_runs_own(tmp_path: Path, run: Any, said: Any) -> None:
+def test_bytes_are_scaled_as_the_runs_own(tmp_path, run, said):
     """Digits are multiplied by 1/16, and those of a file of bytes by 1/255."""
     folder, printed = run("--dataset digits --model mlp --hidden 8")
     _, test = data.load("digits")
@@ -75,7 +72,7 @@ def test_bytes_are_scaled_as_the_runs_own(tmp_path: Path, run: Any, said: Any) -
     assert printed in said(evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy")
 
 
-def test_pixels_have_one_scale_in_every_command(tmp_path: Path, run: Any, said: Any) -> None:
+def test_pixels_have_one_scale_in_every_command(tmp_path, run, said):
     """Bytes as whole numbers of another dtype, and scaled ones, are the same samples; others are
     refused. A model of other numbers takes no bytes.
     """
@@ -110,9 +107,7 @@ def test_pixels_have_one_scale_in_every_command(tmp_path: Path, run: Any, said: 
             said(command, f"{folder} {words} {bytes_}")
 
 
-def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
-    tmp_path: Path, run: Any, said: Any
-) -> None:
+def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(tmp_path, run, said):
     """By the run and by the files that it leaves for others, which know of no steps."""
     text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
     table.write_text(
@@ -131,9 +126,7 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
     assert result[1].strip() == result[0].strip().replace(" after step 2", "") + "/model"
 
 
-def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
-    tmp_path: Path, run: Any, said: Any
-) -> None:
+def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(tmp_path, run, said):
     """By columns of its own, as the run had none; or other ones than the run's."""
     text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
     table.write_text(
@@ -156,7 +149,7 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
         said(evaluate, f"{folder} --text-columns problem --backend numpy")
 
 
-def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, run: Any, said: Any) -> None:
+def test_a_loaded_run_predicts_what_the_command_says(tmp_path, run, said):
     """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
     data = files(tmp_path)["table.csv"]
     folder, printed = run(f"--dataset {data} --model mlp --hidden 6")
@@ -182,9 +175,7 @@ def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, run: Any, s
     assert repr(result) == f"Run({str(folder)!r}: mlp on table, after {result.step} steps)"
 
 
-def test_results_that_a_full_disk_lost(
-    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_a_full_disk_lost(tmp_path, run, monkeypatch):
     data = files(tmp_path)["table.csv"]
     folder, _ = run(f"--dataset {data} --model mlp --hidden 6")
     for program, words in ((predict, [str(data)]), (evaluate, []), (export, [])):
@@ -194,7 +185,7 @@ def test_results_that_a_full_disk_lost(
                 simulate(partial(program, [str(folder), *words]), 2)
 
 
-def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, run: Any, said: Any) -> None:
+def test_an_image_file_is_read_as_the_data_was(tmp_path, run, said):
     """A picture of a sample's bytes gives what the sample gives; a larger one is resized, and what
     is none is named.
     """
@@ -221,7 +212,7 @@ def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, run: Any, said: A
         said(predict, f"{folder} {files(tmp_path)['table.csv']}")
 
 
-def test_the_best_weights_stay(tmp_path: Path, said: Any) -> None:
+def test_the_best_weights_stay(tmp_path, said):
     """With --keep-best, whichever is the last; and the metadata says what they are."""
     data = files(tmp_path)["table.csv"]
     out = tmp_path / "run"
@@ -240,7 +231,7 @@ def test_the_best_weights_stay(tmp_path: Path, said: Any) -> None:
     assert (result["step"], result["accuracy"]) == (best, scores[best])
 
 
-def test_a_tables_columns_are_found_by_their_names(tmp_path: Path, run: Any, said: Any) -> None:
+def test_a_tables_columns_are_found_by_their_names(tmp_path, run, said):
     """In another order they mean the same, the label's, too; a missing one is named; without a
     header, the order counts.
     """
@@ -272,9 +263,7 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path: Path, run: Any, sai
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_predictions_that_are_not_finite_are_no_predictions(
-    tmp_path: Path, run: Any, said: Any, value: float, ranks: int
-) -> None:
+def test_predictions_that_are_not_finite_are_no_predictions(tmp_path, run, said, value, ranks):
     """NaN in the samples or the weights has no class; ReLU would hide that of infinity."""
     table = files(tmp_path)["table.csv"]
     folder, _ = run(f"--dataset {table} --model mlp --hidden 6")
@@ -294,7 +283,7 @@ def test_predictions_that_are_not_finite_are_no_predictions(
     assert not (folder / "evaluation.json").exists()
 
 
-def test_a_loss_that_overflows_is_said(tmp_path: Path, run: Any, said: Any) -> None:
+def test_a_loss_that_overflows_is_said(tmp_path, run, said):
     """The report stays as good as it was."""
     for name, factor in (("n", 1), ("big", 1e30)):
         rows = "".join(f"{i},{i * factor}\n" for i in range(1, 31))
@@ -313,7 +302,7 @@ MIXED = "id,kind,size,when,note,leaf,price\n" + "".join(
 )
 
 
-def test_a_run_keeps_the_rules_of_its_table(tmp_path: Path, run: Any, said: Any) -> None:
+def test_a_run_keeps_the_rules_of_its_table(tmp_path, run, said):
     """For evaluate, predict and export: of a file in another order, without what nobody needs."""
     data, other = tmp_path / "mixed.csv", tmp_path / "other.csv"
     data.write_text(MIXED)
@@ -345,9 +334,7 @@ def test_a_run_keeps_the_rules_of_its_table(tmp_path: Path, run: Any, said: Any)
         said(predict, f"{folder} {other}")
 
 
-def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(tmp_path, capfd):
     draw = np.random.default_rng(0)
     x = draw.integers(0, 256, (20, 2, 2, 1))
     lines = [
@@ -398,7 +385,7 @@ def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(
         assert (matched.y.tolist(), matched.notes) == ([number] * 2, ())
 
 
-def test_a_table_of_pixels_is_images(tmp_path: Path, run: Any, said: Any) -> None:
+def test_a_table_of_pixels_is_images(tmp_path, run, said):
     """Bytes, as in training, and images themselves may be predicted, a folder of them, too."""
     from PIL import Image
 
@@ -419,7 +406,7 @@ def test_a_table_of_pixels_is_images(tmp_path: Path, run: Any, said: Any) -> Non
         said(predict, f"{folder} {folder / 'checkpoints'}")
 
 
-def test_what_cannot_be_used(tmp_path: Path, run: Any, said: Any) -> None:
+def test_what_cannot_be_used(tmp_path, run, said):
     """A sentence each, on all ranks."""
     data = files(tmp_path)
     folder, _ = run(f"--dataset {data['table.csv']} --model mlp --hidden 6")
@@ -445,7 +432,7 @@ def test_what_cannot_be_used(tmp_path: Path, run: Any, said: Any) -> None:
             said(main, words, 2)
 
 
-def test_weights_go_to_pytorch_and_come_back(tmp_path: Path, run: Any, said: Any) -> None:
+def test_weights_go_to_pytorch_and_come_back(tmp_path, run, said):
     """As a file, from which every layout reads; of another model it is refused."""
     folder, printed = run(f"--dataset {files(tmp_path)['images.npz']} --model cnn --hidden 8")
     assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2)
@@ -470,9 +457,7 @@ def test_weights_go_to_pytorch_and_come_back(tmp_path: Path, run: Any, said: Any
         said(evaluate, f"{folder} --weights {folder}/config.json", 2)
 
 
-def test_the_folder_says_how_it_came_about(
-    tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_says_how_it_came_about(tmp_path, said, monkeypatch):
     """The commands, what was printed, and where the newest run is; one that is finished says what
     would go on.
     """

@@ -21,7 +21,7 @@ def dataset(rows: int = ROWS) -> Dataset:
 def build(
     dtype: str = "float64", norm: bool = False, dropout: float = 0.0, backend: Backend | None = None
 ) -> Module:
-    body: list[Module] = [nn.Linear(6, 7), *([nn.BatchNorm(7)] if norm else []), nn.ReLU()]
+    body = [nn.Linear(6, 7), *([nn.BatchNorm(7)] if norm else []), nn.ReLU()]
     if dropout:
         body.append(nn.Dropout(dropout))
     return nn.Sequential(*body, nn.Linear(7, 3)).initialize(0, dtype, backend)

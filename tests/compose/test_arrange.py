@@ -30,7 +30,7 @@ def place(group: Group, layout: Layout, model: Module | None = None) -> Arrangem
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_the_stages_are_the_whole_model(group: Group) -> None:
+def test_the_stages_are_the_whole_model(group):
     where = place(group, Layout(pp=group.size, dp=1))
     where.model.initialize(seed=4)
     full = deep().initialize(seed=4).state()
@@ -56,7 +56,7 @@ def refuse(
     sentence: str,
     error: type[Exception] = LayoutError,
     **options: Any,
-) -> None:
+):
     try:
         place(group, layout, **options)
         result = "nothing"
@@ -68,7 +68,7 @@ def refuse(
 
 
 @pytest.mark.simulated(min_size=2, max_size=4)
-def test_ranks_with_other_shards_have_the_same_segments(group: Group) -> None:
+def test_ranks_with_other_shards_have_the_same_segments(group):
     """Of layers that the ranks cannot share out evenly, for each limit of a unit's bytes."""
     for unit_bytes in (400, 500, 600, 700, 800, 1000, 1200, 1500, 2000):
         layout = Layout(tp=group.size, dp=1, zero=2, unit_bytes=unit_bytes)
@@ -79,7 +79,7 @@ def test_ranks_with_other_shards_have_the_same_segments(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=6, max_size=6)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group, zero: int) -> None:
+def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group, zero):
     """A ring adds three replicas' gradients in an order that depends on the place of the chunk."""
     wide = [nn.Linear(16, 65), nn.ReLU(), nn.Linear(65, 16), nn.Linear(16, 40), nn.Tanh()]
     model = nn.Sequential(nn.Flatten(), *wide, nn.Linear(40, 3))
@@ -102,7 +102,7 @@ def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group,
 
 
 @pytest.mark.simulated(min_size=6, max_size=6)
-def test_a_table_that_stages_share_keeps_its_bits_under_zero(group: Group) -> None:
+def test_a_table_that_stages_share_keeps_its_bits_under_zero(group):
     """Its replicas' sums are added in the order of its place, which is the same on both stages."""
     layout = Layout(dp=3, pp=2, zero=1, split=(2, 6))
     ring = GradientExchange(allreduce="ring")
@@ -120,7 +120,7 @@ def test_a_table_that_stages_share_keeps_its_bits_under_zero(group: Group) -> No
 @pytest.mark.parametrize(
     "layout", [Layout(tp=2), Layout(pp=2, split=(1, 1)), Layout(expert_parallel=True)], ids=str
 )
-def test_values_that_parts_of_ranks_would_lose(group: Group, layout: Layout) -> None:
+def test_values_that_parts_of_ranks_would_lose(group, layout):
     """A part that was loaded is refused; the sentence's remedy gives each rank its own."""
 
     def build() -> Module:
@@ -141,7 +141,7 @@ def test_values_that_parts_of_ranks_would_lose(group: Group, layout: Layout) -> 
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_layouts_that_do_not_fit(group: Group) -> None:
+def test_layouts_that_do_not_fit(group):
     if group.size == 1:
         return refuse(
             group,
@@ -167,7 +167,7 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 @pytest.mark.needs_ranks(2, 3)
-def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> None:
+def test_a_limit_below_the_model_is_refused_for_replicas_alone(group):
     """What all ranks have together is less than the whole model takes, and more than its parts."""
     model = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
     full = sum(parameter.size for parameter in model.parameters()) * 4 * 4
@@ -191,7 +191,7 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 @pytest.mark.needs_ranks(2)
-def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) -> None:
+def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group):
     """Of the first stage here, which has most of the model."""
     if group.size != 2:
         return
@@ -208,7 +208,7 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
+def test_a_model_that_is_no_sequence_is_told_why(group):
     class Net(nn.Sequential):
         pass
 
@@ -228,16 +228,14 @@ class Named(Module):
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_what_is_no_tensor_is_not_measured(group: Group) -> None:
+def test_what_is_no_tensor_is_not_measured(group):
     model = nn.Sequential(nn.Linear(2, 2), Named(), nn.Linear(2, 2))
     with pytest.raises(UsageError, match="a layer returned an instance of dict, .*; give split"):
         arrange(model, group, Layout(pp=2), np.zeros((1, 2), np.float32))
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(group, monkeypatch):
     """Equal layers, of which another process holds up other ones in each of the first sweeps."""
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     busy = iter([{0, 1, 2, 3}, {0, 1}, {1}, {5}, {4}, {3}] * group.size)
@@ -259,14 +257,14 @@ def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_a_first_stage_without_parameters_keeps_the_dtype(group: Group) -> None:
+def test_a_first_stage_without_parameters_keeps_the_dtype(group):
     where = arrange(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), group, Layout(pp=2, split=(1, 1)))
     model = where.model.initialize(dtype="float64")
     worker = Worker(model, SGD(model.storage, lr=0.1), group, arrangement=where)
     assert worker.step(np.ones((3, 2)), np.zeros(3, int)).samples == 3
 
 
-def test_the_profile_sees_the_heavy_layer() -> None:
+def test_the_profile_sees_the_heavy_layer():
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10)
     )
@@ -279,7 +277,7 @@ def test_the_profile_sees_the_heavy_layer() -> None:
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
+def test_a_batch_norm_in_two_stages_is_refused(group):
     """Its running statistics would be others on each; within one stage they are the serial
     run's.
     """
@@ -347,12 +345,12 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
         ({"split": (2.5, 4)}, 'it must be "auto" or a list of whole numbers'),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, object], sentence: str) -> None:
+def test_what_makes_no_sense_is_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
-        Layout(**options)  # type: ignore[arg-type]
+        Layout(**options)
 
 
 @pytest.mark.parametrize("wrong", ["rign", ["ring", "rign"]])
-def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong: Any) -> None:
+def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong):
     with pytest.raises(UsageError, match="allreduce is .*rign.*; it must be one of auto, native"):
         GradientExchange(wrong)

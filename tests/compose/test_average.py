@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,14 @@ DECAY = 0.6  # updates up to the twelfth keep less
 DRAW = np.random.default_rng(0)
 SAMPLES = data.Dataset("d", DRAW.normal(size=(160, 6)), DRAW.integers(0, 4, 160), 4)
 ADAM, MUON = (partial(kind, eps=1e-3) for kind in (optim.Adam, optim.Muon))
-PIPE: dict[str, Any] = {"pp": 2, "split": [3, 3]}
+PIPE = {"pp": 2, "split": [3, 3]}
 
 
 def network() -> nn.Module:
     return models.mlp((6,), 4, hidden=[8, 8])
 
 
-def freeze(model: nn.Module) -> None:
+def freeze(model: nn.Module):
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name != "1.weight"
 
@@ -86,7 +85,7 @@ def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
         (2, {"reduction": "fixed"}, {}),
     ],
 )
-def test_it_is_that_of_the_serial_run(ranks: int, layout: Any, options: Any, make: Any) -> None:
+def test_it_is_that_of_the_serial_run(ranks, layout, options, make):
     """With evaluations on the way, after which the weights go on; a frozen one is its average."""
     if make is MUON and "tp" in layout:
         pytest.skip("Muon needs whole matrices, which are in no block of its update")
@@ -94,16 +93,14 @@ def test_it_is_that_of_the_serial_run(ranks: int, layout: Any, options: Any, mak
     assert apart(nnmpi.simulate(run, ranks)[0], by_hand(make)) < 1e-12
 
 
-def test_a_resumed_loop_has_its_bits_and_another_layout_its_numbers(tmp_path: Path) -> None:
+def test_a_resumed_loop_has_its_bits_and_another_layout_its_numbers(tmp_path):
     cut = partial(averaged, layout={}, folder=tmp_path)
     whole, _, again = (nnmpi.simulate(run, 2)[0] for run in (partial(cut, folder=None), cut, cut))
     assert apart(again, whole) == 0
     assert apart(nnmpi.simulate(partial(cut, layout=PIPE), 2)[0], whole) < 1e-12
 
 
-def test_a_run_is_evaluated_opened_and_resumed_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_evaluated_opened_and_resumed_with_it(tmp_path, capsys):
     """The loss of the run's end is that of its predictions, which are not of its last weights."""
     words = "--model mlp --hidden 16 --dtype float64 --epochs 2 --lr 0.02 --ema 0.9"
     on_ranks(train, f"{words} --out {tmp_path}/whole", 2)
@@ -127,17 +124,17 @@ def test_a_run_is_evaluated_opened_and_resumed_with_it(
         ("--ema 0.9 --pp 2 --pipeline pipedream", r"\(ema\) cannot be combined with"),
     ],
 )
-def test_it_is_refused_where_ranks_update_apart(words: str, sentence: str, tmp_path: Path) -> None:
+def test_it_is_refused_where_ranks_update_apart(words, sentence, tmp_path):
     with pytest.raises(NnmpiError, match=sentence):
         on_ranks(train, f"--model mlp --epochs 1 {words} --out {tmp_path}/run", 2)
 
 
-def test_ranks_with_other_decays_are_refused() -> None:
+def test_ranks_with_other_decays_are_refused():
     with pytest.raises(NnmpiError, match="ema 0"):
         nnmpi.simulate(lambda g: averaged(g, {}, ema=0.5 + g.rank / 10), 2)
 
 
-def test_blocks_that_share_an_array_of_gradients_are_averaged_one_by_one() -> None:
+def test_blocks_that_share_an_array_of_gradients_are_averaged_one_by_one():
     """What `Optimizer.update` promises to a generator holds with an average, too."""
     weights = [np.zeros(3), np.zeros(3)]
     optimizer = optim.SGD(optim.Arrays(weights, [np.zeros(3), np.zeros(3)]), 1.0)

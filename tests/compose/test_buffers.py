@@ -17,7 +17,7 @@ class Moving(nn.Module):
     passes.
     """
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int):
         self.mean = nn.Buffer((features,), 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Moving(nn.Module):
             self.move(x.data)
         return x - shift
 
-    def move(self, x: Any) -> None:
+    def move(self, x: Any):
         """Move the mean towards that of these rows."""
         self.mean.data += 0.1 * (x.mean(0) - self.mean.data)
 
@@ -37,7 +37,7 @@ class Careful(Moving):
 
     all_reduce: Any = None
 
-    def move(self, x: Any) -> None:
+    def move(self, x: Any):
         """Move the mean towards that of all ranks' rows."""
         sums = np.array([*x.sum(0), len(x)])
         if not nn.current().again:
@@ -84,7 +84,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("kind", [Careful, Annealed])
 @pytest.mark.parametrize("name", [*LAYOUTS, "pp"])
-def test_a_module_that_thinks_of_others_is_the_serial_one(kind: type[Moving], name: str) -> None:
+def test_a_module_that_thinks_of_others_is_the_serial_one(kind, name):
     ranks, layout = LAYOUTS.get(name, (2, Layout(pp=2, dp=1)))
     right = simulate(lambda group: train(group, kind, Layout(dp=1)), 1)[0]
     for result, expected in zip(
@@ -94,7 +94,7 @@ def test_a_module_that_thinks_of_others_is_the_serial_one(kind: type[Moving], na
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "fixed"])
-def test_one_that_does_not_is_refused(name: str) -> None:
+def test_one_that_does_not_is_refused(name):
     """With a fixed order of sums each microbatch is one rank's, and nothing can help."""
     ranks, layout = LAYOUTS.get(name, (2, Layout(dp=2, reduction="fixed")))
     kind = Careful if name == "fixed" else Moving

@@ -31,7 +31,7 @@ DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(11, 6)), DRAW.integers(0, 4, 11)
 IGNORING = np.where(np.arange(11) % 4 == 1, -100, Y)  # some do not count
 
-LOSSES: dict[str, Any] = {
+LOSSES = {
     "layer": nn.CrossEntropyLoss(WEIGHT, reduction="none", ignore_index=-100),
     "function": partial(
         ops.cross_entropy, weight=WEIGHT, reduction="none", ignore_index=-100, label_smoothing=0.1
@@ -43,7 +43,7 @@ LOSSES: dict[str, Any] = {
 
 def plain(loss: Any) -> Any:
     """Return the mean over all labels, as the operation computes it."""
-    function: Any = getattr(loss, "func", getattr(loss, "function", None))
+    function = getattr(loss, "func", getattr(loss, "function", None))
     options = {**getattr(loss, "keywords", getattr(loss, "options", {})), "reduction": "mean"}
     return partial(function, **options)
 
@@ -57,7 +57,7 @@ def train(group: Group, name: str, layout: Layout) -> list[float]:
         part = split(min(5, 11 - start), where.data_ranks)[where.data_rank]
         rows = slice(start + part.start, start + part.stop)
         found.append(worker.step(X[rows], IGNORING[rows]).loss)
-    ranks: dict[str, Any] = {"rank": where.data_rank, "world": where.data_ranks}
+    ranks = {"rank": where.data_rank, "world": where.data_ranks}
     loader = data.Loader(
         data.Dataset("d", X, Y, 4), 5, microbatches=2, shuffle=False, dtype="float64", **ranks
     )
@@ -87,17 +87,17 @@ def by_hand(name: str) -> list[float]:
         (2, Layout(dp=1, tp=2)),
     ],
 )
-def test_the_mean_is_over_the_weights_of_all_labels(name: str, ranks: int, layout: Layout) -> None:
+def test_the_mean_is_over_the_weights_of_all_labels(name, ranks, layout):
     for found in nnmpi.simulate(lambda group: train(group, name, layout), ranks):
         np.testing.assert_allclose(found, by_hand(name), rtol=1e-9)
 
 
-def test_what_cannot_be_one_mean_is_refused() -> None:
-    def program(group: Group, loss: Any, kind: Any = Worker) -> None:
+def test_what_cannot_be_one_mean_is_refused():
+    def program(group: Group, loss: Any, kind: Any = Worker):
         model = models.mlp((6,), 4).initialize(seed=0)
         kind(model, optim.SGD(model.storage, lr=0.3), group, loss=loss)
 
-    def simulated(loss: Any, kind: Any = Worker) -> None:
+    def simulated(loss: Any, kind: Any = Worker):
         nnmpi.simulate(lambda group: program(group, loss, kind), 2)
 
     for reduction in ("mean", "sum"):
@@ -118,9 +118,7 @@ NEXT = np.where(np.arange(48).reshape(8, 6) % 11 == 3, -1, TOKENS[:, 1:])
     ("ranks", "layout", "microbatches"),
     [(1, Layout(), 4), (3, Layout(), 2), (2, Layout(sp=2, dp=1), 1), (4, Layout(pp=2, dp=2), 2)],
 )
-def test_of_sequences_every_label_that_counts_has_its_weight(
-    ranks: int, layout: Layout, microbatches: int
-) -> None:
+def test_of_sequences_every_label_that_counts_has_its_weight(ranks, layout, microbatches):
     """Also where positions are sharded, and where a microbatch counts fewer labels."""
     loss = nn.CrossEntropyLoss(WEIGHT, reduction="none", ignore_index=-1)
     samples = data.Dataset("t", TOKENS[:, :-1], NEXT, 4)
@@ -129,7 +127,7 @@ def test_of_sequences_every_label_that_counts_has_its_weight(
         model, sample = models.gpt(4, 6, 8, 1, 2), samples.x[:1]
         worker = arranged(model, group, layout, sample, "float64", lr=0.5, loss=loss)
         where = worker.arrangement
-        ranks: dict[str, Any] = {"rank": where.data_rank, "world": where.data_ranks}
+        ranks = {"rank": where.data_rank, "world": where.data_ranks}
         loader = data.Loader(samples, 4, microbatches=microbatches, shuffle=False, **ranks)
         found = [worker.step(batch).loss for batch in loader.epoch(0)]
         return [*found, worker.evaluate(loader.epoch(0)).loss]
@@ -147,8 +145,8 @@ def test_of_sequences_every_label_that_counts_has_its_weight(
         np.testing.assert_allclose(found, right, rtol=1e-9)
 
 
-def test_sharded_classes_are_refused() -> None:
-    def program(group: Group) -> None:
+def test_sharded_classes_are_refused():
+    def program(group: Group):
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
         net.sharding = {"1": nn.Sharding.VOCAB}
         arranged(net, group, Layout(tp=2, dp=1), loss=LOSSES["layer"])

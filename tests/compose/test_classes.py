@@ -20,7 +20,7 @@ from tests.harness.refusals import told
 
 
 @pytest.mark.simulated
-def test_nothing_is_gathered(group: Group) -> None:
+def test_nothing_is_gathered(group):
     timeline = Timeline()
     with tracing(timeline):
         run(Setup(own.halves, microbatches=3), group, Layout(dp=1, tp=group.size))
@@ -29,7 +29,7 @@ def test_nothing_is_gathered(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) -> None:
+def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group):
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))
     model.sharding = {"1": Sharding.VOCAB}
     where = arrange(model, group, Layout(dp=1, tp=group.size), np.zeros((2, 4)))
@@ -50,7 +50,7 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
 class Net(nn.Module):
     """A module of one's own, whose head leaves each rank some of the classes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.sharding = {"head": Sharding.COLUMN}
 
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 # The last has made the logits whole by itself.
-LOSSES: dict[str, Any] = {
+LOSSES = {
     "own": None,
     "partial": partial(ops.cross_entropy, reduction="none"),
     "whole": lambda z, y: ops.cross_entropy(gather_shards(z), y, reduction="none"),
@@ -69,7 +69,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_head_that_leaves_parts(group: Group, name: str) -> None:
+def test_a_head_that_leaves_parts(group, name):
     """Losses, scores and outputs are those of all classes, also where a rank has none."""
     setup = Setup(lambda *_: Net(), data=dataset, worker={"loss": LOSSES[name]})
 

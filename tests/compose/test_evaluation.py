@@ -1,11 +1,9 @@
 """Evaluations are means over all samples, whoever has them, and whichever worker is asked."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, models, no_grad, ops
+from nnmpi import AsynchronousWorker, Layout, Sync, Tensor, Worker, models, no_grad, ops
 from nnmpi.compose.losses import LabelLoss, squared_errors
 from nnmpi.data import Loader
 from tests.compose.small_runs import build, dataset, optimizer_of
@@ -25,12 +23,12 @@ def expected() -> tuple[float, float]:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", ["worker", "asynchronous"])
-def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
+def test_it_is_the_mean_over_all_samples(group, kind):
     """With batches and parts that divide nothing, and ranks that have no sample of the last
     batch.
     """
     model = build()
-    workers: dict[str, Any] = {
+    workers = {
         "worker": lambda: Worker(model, optimizer_of(model), group),
         "asynchronous": lambda: AsynchronousWorker(
             model, optimizer_of(model), group, Sync("local")
@@ -63,9 +61,7 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "options"), [("1f1b", {"zero": 3}), ("v-half", {"expert_parallel": True})]
 )
-def test_replicas_that_meet_in_a_forward_have_as_many(
-    group: Group, schedule: str, options: dict[str, Any]
-) -> None:
+def test_replicas_that_meet_in_a_forward_have_as_many(group, schedule, options):
     """Where one replica has fewer samples of a batch than stages, and another more."""
     tokens = np.random.default_rng(0).integers(0, 9, (5, 7))
     whole, model = (models.gpt(9, 6, features=8, layers=2, heads=2, experts=2) for _ in "ab")
@@ -81,10 +77,10 @@ def test_replicas_that_meet_in_a_forward_have_as_many(
     assert (report.samples, report.loss) == (5, pytest.approx(expected, rel=1e-12))
 
 
-def test_quantities_of_a_sample_are_averaged() -> None:
+def test_quantities_of_a_sample_are_averaged():
     """By a loss of one's own and by the score; outputs that do not fit have none."""
     x, y = np.ones((3, 2)), np.zeros((3, 2))
-    loss: Any = LabelLoss(lambda outputs, targets: (outputs - targets) ** 2)
+    loss = LabelLoss(lambda outputs, targets: (outputs - targets) ** 2)
     assert loss(Tensor(x), y).item() == 3 == -squared_errors(x, y)
     assert squared_errors(x[:, :1], y[:, 0]) == -3
     assert np.isnan([squared_errors(x, y[:2]), squared_errors(x, y[:, :1])]).all()

@@ -62,19 +62,19 @@ def main(group: Group, kind: str, layout: Layout) -> list[int]:
         (2, Layout(dp=2)),
     ],
 )
-def test_every_layout_writes_what_whole_passes_do(kind: str, ranks: int, layout: Layout) -> None:
+def test_every_layout_writes_what_whole_passes_do(kind, ranks, layout):
     """On all ranks the same; past the context too, where the last half is read again."""
     assert (
         simulate(lambda group: main(group, kind, layout), ranks) == [by_whole_passes(kind)] * ranks
     )
 
 
-def test_layers_run_once_for_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_run_once_for_single_tokens(monkeypatch):
     """Each later token replays what the first one behind the prompt did (on a device the second
     one, which is captured), and the layers' own code stands still, but where the two are compared:
     at the second, the fourth and the eighth token.
     """
-    seen: list[tuple[int, ...]] = []
+    seen = []
     forward = nn.Embedding.forward
 
     def noted(module: nn.Embedding, indices: Any) -> Tensor:
@@ -87,7 +87,7 @@ def test_layers_run_once_for_single_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
-def test_logits_are_those_of_whole_passes(kind: str) -> None:
+def test_logits_are_those_of_whole_passes(kind):
     """For several sequences at once; outside of the block nothing is kept."""
     model = build(kind).initialize(1, "float64")
     tokens = np.random.default_rng(0).integers(0, TOKENS, (3, CONTEXT))
@@ -99,7 +99,7 @@ def test_logits_are_those_of_whole_passes(kind: str) -> None:
     assert np.array_equal(model(tokens).data, full)
 
 
-def test_what_cannot_be_written() -> None:
+def test_what_cannot_be_written():
     model = build("gpt").initialize(1, "float64")
     with nn.continued({}):
         model(np.zeros((1, 4), np.int64))
@@ -113,7 +113,7 @@ def test_what_cannot_be_written() -> None:
             model(np.zeros((1, 1), np.int64))
 
 
-def test_a_tensor_of_tokens_is_fine_too() -> None:
+def test_a_tensor_of_tokens_is_fine_too():
     model = build("gpt").initialize(1, "float64")
     tokens = np.array([PROMPT])
     assert np.array_equal(model(Tensor(tokens)).data, model(tokens).data)

@@ -2,7 +2,6 @@
 
 import gc
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tests.worker_options import grouped
 
 ROWS = 24
 WARM_UP, WINDOWS, STEPS = 400, 6, 50
-WAYS: list[dict[str, Any]] = [
+WAYS = [
     {},
     {"fused_update": False},
     {"overlap": True, "bucket_bytes": 20_000},
@@ -51,7 +50,7 @@ def held() -> tuple[int, int]:
 @pytest.mark.mpi
 @pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
+def test_three_hundred_steps_leave_nothing_behind(group, way):
     """What a step leaves grows in each of six windows; a cache, or Python's store of tuples, grows
     in some. Passes are replayed from the fourth on.
     """

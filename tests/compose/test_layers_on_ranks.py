@@ -20,7 +20,7 @@ LABELS = np.random.default_rng(1).integers(0, 3, (STEPS, ROWS))
 class Unrolled(nn.Module):
     """A cell over time."""
 
-    def __init__(self, cell: Any) -> None:
+    def __init__(self, cell: Any):
         self.cell = cell
 
     def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
@@ -35,7 +35,7 @@ class Unrolled(nn.Module):
 class Volumes(nn.Module):
     """Times as volumes of six planes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.conv = nn.Conv3d(1, 2, (3, 2, 1), padding=1, groups=1)
 
     def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
@@ -43,7 +43,7 @@ class Volumes(nn.Module):
         return self.conv(x.reshape(len(x), 6, 2, 2, 1))
 
 
-LAYERS: dict[str, tuple[Any, int]] = {
+LAYERS = {
     "elu": (nn.ELU, 24),
     "softplus": (nn.Softplus, 24),
     "max pool": (lambda: nn.MaxPool1d(2), 12),
@@ -81,7 +81,7 @@ def by_hand(name: str) -> list[float]:
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(dp=3), Layout(dp=1, pp=2, split=(1, 2)), Layout(dp=1, tp=2)]
 )
-def test_a_layer_learns_the_same(name: str, layout: Layout) -> None:
+def test_a_layer_learns_the_same(name, layout):
     """Layers without a rule for tensor parallelism are whole on every rank."""
 
     def train(group: Group) -> list[float]:
@@ -97,7 +97,7 @@ def test_a_layer_learns_the_same(name: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_compiled_step_is_the_eager_one(name: str) -> None:
+def test_a_compiled_step_is_the_eager_one(name):
     model, found = model_of(name).initialize(seed=0, dtype="float64"), []
     optimizer = optim.SGD(model.storage, lr=0.1)
 

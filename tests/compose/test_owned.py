@@ -20,7 +20,7 @@ EPOCHS = 2
 
 
 def loader_of(group: Group) -> Loader:
-    where: dict[str, Any] = {"rank": group.rank, "world": group.size, "partition": "label"}
+    where = {"rank": group.rank, "world": group.size, "partition": "label"}
     return Loader(dataset(), BATCH, dtype="float64", workers=0, **where)
 
 
@@ -31,7 +31,7 @@ def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
     return weights(worker.model).copy()
 
 
-def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
+def test_in_step_own_samples_make_one_run_however_gradients_travel(group):
     slow, result = Slow.parse("ms=0.3;probability=0.3,factor=3"), []
     for sync in (Sync("ssp", staleness=0), None):
         model = build()
@@ -43,11 +43,9 @@ def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group)
     assert group.gather(close) == [True] * group.size
 
 
-def test_without_a_bound_everybody_keeps_to_its_own_samples(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_bound_everybody_keeps_to_its_own_samples(group, monkeypatch):
     """A slow rank does fewer steps, and nobody does them on its samples in its place."""
-    seen: list[int] = []
+    seen = []
     part = Loader.part
 
     def noted(self: Loader, *args: Any, **options: Any) -> Any:

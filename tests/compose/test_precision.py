@@ -24,7 +24,7 @@ SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 class Blow(Function):
     """x, and a gradient that is infinite where somebody says so, as float16's are beyond 65504."""
 
-    def __init__(self, when: list[bool]) -> None:
+    def __init__(self, when: list[bool]):
         self.when = when
 
     def forward(self, x: Array) -> Array:
@@ -41,10 +41,10 @@ class Blow(Function):
 class Fuse(Module):
     """Passes x on; its gradient overflows while `lit` holds True."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lit = [False]
 
-    def light(self, lit: bool) -> None:
+    def light(self, lit: bool):
         """Let the gradient overflow, or not."""
         self._lit[0] = lit
 
@@ -73,7 +73,7 @@ def fused(
     return worker, fuse if here else None, batches(setup, worker)
 
 
-WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+WAYS = {
     "replicas": (None, {"fused_update": False}),
     "fused update": (None, {"fused_update": True}),
     "pipeline": ({"pp": 2, "dp": "auto", "split": (3, 2)}, {}),
@@ -91,7 +91,7 @@ HOST = pytest.mark.host_only("a fused update is for host memory")
     "way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS]
 )
 @pytest.mark.needs_ranks(2, 4, 6, 8)
-def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_update_on_all(group, way):
     """The weights and the optimizer stay, the scale is halved, and the next step is one as
     before.
     """
@@ -155,7 +155,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     ],
 )
 @pytest.mark.host_only("tf32 is refused there")
-def test_what_does_not_go_together(group: Group, options: dict[str, Any], words: str) -> None:
+def test_what_does_not_go_together(group, options, words):
     layout = Layout(pipeline=options.pop("pipeline", "1f1b"))
     dtype = options.pop("dtype", "float32")
     where = arrange(models.mlp((8, 8, 1), 10), group, layout, SAMPLE.astype(dtype), dtype=dtype)
@@ -171,7 +171,7 @@ def test_what_does_not_go_together(group: Group, options: dict[str, Any], words:
 
 
 @pytest.mark.simulated
-def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
+def test_ranks_of_different_precisions_are_refused(group):
     """On all of them, before anything else."""
     model = models.mlp((4,), 3).initialize(seed=0)
     last = group.rank == group.size - 1

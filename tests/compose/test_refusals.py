@@ -4,7 +4,6 @@ sentence with both.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
 from tests.worker_options import arranged
 
-GIVEN: dict[str, dict[str, Any]] = {
+GIVEN = {
     "pp": {"pp": 2},
     "tp": {"tp": 2},
     "sp": {"sp": 2},
@@ -34,7 +33,7 @@ def build() -> Module:
 
 
 @pytest.mark.parametrize(("one", "other"), REFUSED)
-def test_each_pair_is_refused(one: str, other: str) -> None:
+def test_each_pair_is_refused(one, other):
     with pytest.raises(LayoutError, match=f"{one} cannot be combined with {other}: "):
         refuse({one: one, other: other})
     if one in GIVEN and other in GIVEN:
@@ -43,7 +42,7 @@ def test_each_pair_is_refused(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_each_feature_goes_alone(name: str) -> None:
+def test_each_feature_goes_alone(name):
     Layout(**GIVEN[name])
 
 
@@ -58,18 +57,16 @@ def test_each_feature_goes_alone(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_worker_refuses_what_does_not_go_with_its_layout(
-    layout: Layout, options: dict[str, Any], words: str
-) -> None:
+def test_a_worker_refuses_what_does_not_go_with_its_layout(layout, options, words):
     split = "auto" if layout.pp == "auto" else (3, len(open_chain(build())) - 3)
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         arranged(build(), group, replace(layout, split=split), **options)
 
     with pytest.raises(UsageError, match=words):
         simulate(main, 2)
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_shows_the_table():
     page = (Path(__file__).resolve().parents[2] / "docs/reference/layouts.md").read_text()
     assert "\n".join(matrix()) in page

@@ -2,7 +2,6 @@
 before.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.simulated
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str) -> None:
+def test_all_ranks_have_the_optimizers_state(group, sync, name):
     """Not the servers alone, each that of its shard."""
     skip_unless_fitting(group, sync)
     worker = make(group, sync, name)
@@ -62,7 +61,7 @@ def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None:
+def test_a_synchronous_run_goes_on_from_servers(group, name):
     """An epoch through servers in step, and one of all-reduces: two epochs of these."""
     worker = make(group, Sync("ssp", staleness=0), name)
     train(worker, ((0, 0, BATCHES),))
@@ -81,7 +80,7 @@ def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None
 
 @pytest.mark.parametrize("pp", [True, False], ids=["pipeline", "replicas"])
 @pytest.mark.simulated(max_size=16)  # layers of the model
-def test_a_released_worker_refuses_steps(group: Group, pp: bool) -> None:
+def test_a_released_worker_refuses_steps(group, pp):
     """In a sentence and on all ranks, and nothing is sent; to release it again does nothing."""
     setup = SETUPS["mlp"]
     worker = build_worker(setup, group, Layout(pp=group.size) if pp else Layout(dp=group.size))
@@ -107,16 +106,16 @@ def worker_of(group: Group, model: nn.Module, **options: Any) -> Worker:
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize("then", ["same", "gathered", "gathered after", "plain", "own loop"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_model_that_zero_sharded_goes_on(group: Group, zero: int, then: str) -> None:
+def test_a_model_that_zero_sharded_goes_on(group, zero, then):
     where = arrange(small(), group, Layout(zero=zero))
     model = where.model.initialize(seed=0, storage=where.storage)
     worker = worker_of(group, model, arrangement=where)
     losses = [worker.step(X, Y).loss]
     if then == "gathered":
-        worker.parallel.gather_model()  # type: ignore[attr-defined]
+        worker.parallel.gather_model()
     worker.release()
     if then == "gathered after":
-        worker.parallel.gather_model()  # type: ignore[attr-defined]
+        worker.parallel.gather_model()
     if then in ("plain", "own loop"):
         with pytest.raises(UsageError, match=r"call gather_model\(\) of its strategy"):
             worker_of(group, model) if then == "plain" else nnmpi.DataParallel(model, group)
@@ -145,9 +144,7 @@ def test_a_model_that_zero_sharded_goes_on(group: Group, zero: int, then: str) -
         lambda group, model: worker_of(group, model, exchange=GradientExchange(bucket_bytes=0)),
     ],
 )
-def test_a_constructor_that_fails_leaves_nothing(
-    group: Group, fail: Callable[[Group, nn.Module], Any]
-) -> None:
+def test_a_constructor_that_fails_leaves_nothing(group, fail):
     model = small().initialize(seed=0)
     texts = []
     for _ in range(2):
@@ -164,7 +161,7 @@ def test_a_constructor_that_fails_leaves_nothing(
 
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(3, 3))])
-def test_a_model_is_arranged_once(group: Group, layout: Layout) -> None:
+def test_a_model_is_arranged_once(group, layout):
     where = arrange(small(), group, layout)
     with pytest.raises(UsageError, match="is arranged already"):
         arrange(where.model, group, layout)

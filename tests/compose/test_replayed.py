@@ -68,7 +68,7 @@ def yes_or_no() -> Dataset:
     return Dataset("quantities", dataset.x, (dataset.y > 0).astype("float32"), 0)
 
 
-MODELS: dict[str, Kind] = {
+MODELS = {
     "mlp": (lambda: models.mlp((4, 4, 1), 3, (6, 5)), images),
     "dropping": (dropping, images),
     "passing": (passing, images),
@@ -83,7 +83,7 @@ def replicas(size: int) -> list[Layout]:
     return [Layout(dp=size)]
 
 
-LAYOUTS: dict[str, Callable[[int], list[Layout]]] = {
+LAYOUTS = {
     "mlp": lambda size: [*replicas(size), Layout(dp=size, zero=1), Layout(dp=1, tp=size)],
     "gpt": lambda size: [Layout(dp=1, tp=size), Layout(dp=1, sp=size, sp_attention="ring")],
     "recomputed": lambda size: [
@@ -137,7 +137,7 @@ def train(
     return seen, left, replays
 
 
-def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **options: Any) -> None:
+def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **options: Any):
     seen, left, replays = train(group, kind, layout, True, **options)
     plain, expected, none = train(group, kind, layout, False, **options)
     assert seen == plain
@@ -149,7 +149,7 @@ def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **opt
 
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("name", MODELS)
-def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
+def test_replays_are_the_passes_as_they_stand(group, name):
     """Losses, scores, norms of gradients, weights, running statistics; batches of two sizes in
     turns.
     """
@@ -170,7 +170,7 @@ def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
     ],
     ids=["microbatches", "clip", "fp16", "overlap", "loss"],
 )
-def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> None:
+def test_with_all_that_changes_a_step(group, options):
     """The same for sums of microbatches, clipped and scaled gradients, sums under the backward
     pass.
     """
@@ -189,9 +189,7 @@ def choosing() -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "microbatches"), [("dropping", 2), ("dropping", 4), ("choosing", 3)]
 )
-def test_other_ranks_rows_change_while_this_ranks_stay(
-    group: Group, name: str, microbatches: int
-) -> None:
+def test_other_ranks_rows_change_while_this_ranks_stay(group, name, microbatches):
     """Some ranks have the rows of an earlier microbatch and replay, and others compute: running
     statistics take the number of all rows, and all ranks meet equally often.
     """
@@ -202,14 +200,14 @@ def test_other_ranks_rows_change_while_this_ranks_stay(
 
 
 @pytest.mark.simulated(min_size=4, max_size=4)
-def test_second_halves_meet_as_often_in_a_replay(group: Group) -> None:
+def test_second_halves_meet_as_often_in_a_replay(group):
     """Of experts, whose backward is a pass through graphs of their own."""
     layout = Layout(dp=2, pp=2, pipeline="v-half", split=(1, 2, 2, 1), zero=3, expert_parallel=True)
     assert_equal(group, (choosing, tokens), layout, microbatches=3)
 
 
 @pytest.mark.simulated(max_size=2)
-def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_outlives_its_batch(group, monkeypatch):
     """Neither eagerly, nor recorded, nor replayed: a recording calls the pass of its replay."""
     make, _ = MODELS["dropping"]
     layout = Layout(pp=group.size, split=cut(make, group.size))
@@ -269,7 +267,7 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
     "name",
     [once_more(name, name not in ("mlp", "lstm"), MORE_LAYOUTS) for name in [*MODELS][:-1]],
 )
-def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
+def test_stages_replay_what_they_compute(group, name):
     """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of
     several sizes.
     """
@@ -289,7 +287,7 @@ def one_call() -> nn.Module:
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_operations_of_one_call_in_halves(group: Group, schedule: str) -> None:
+def test_operations_of_one_call_in_halves(group, schedule):
     """Each half computes the gradients that it has to, in replays as in the recorded pass."""
     data = images()
     kind = one_call, lambda: Dataset("rows", data.x[..., 0], data.y, 3)
@@ -298,7 +296,7 @@ def test_operations_of_one_call_in_halves(group: Group, schedule: str) -> None:
 
 
 @pytest.mark.simulated(max_size=2)
-def test_a_fixed_order_of_sums(group: Group) -> None:
+def test_a_fixed_order_of_sums(group):
     """Gradients leave the model after each microbatch, and statistics are kept until the end."""
 
     def make() -> nn.Module:
@@ -312,11 +310,11 @@ def test_a_fixed_order_of_sums(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
-def test_updates_within_a_pass_are_not_replayed(group: Group) -> None:
+def test_updates_within_a_pass_are_not_replayed(group):
     """Weights move within a pass."""
     make, _ = MODELS["mlp"]
     given = Layout(dp=1, pp=group.size, split=cut(make, group.size), pipeline="pipedream")
-    options: dict[str, Any] = {"microbatches": 4}
+    options = {"microbatches": 4}
     seen, _, count = train(group, MODELS["mlp"], given, True, **options)
     assert count == 0
     assert len(seen) == 4 * EPOCHS
@@ -325,7 +323,7 @@ def test_updates_within_a_pass_are_not_replayed(group: Group) -> None:
 class Deciding(nn.Module):
     """A layer of a user's own that decides by what it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inner = nn.Linear(3, 3)
         self.calls = 0
 
@@ -340,7 +338,7 @@ class Doubling(nn.Module):
 
     replayable = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.factor = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -395,9 +393,7 @@ def joining() -> nn.Module:
         (joining, False),
     ],
 )
-def test_modules_of_ones_own_are_replayed_if_they_say_so(
-    group: Group, layer: Callable[[], nn.Module], replays: bool
-) -> None:
+def test_modules_of_ones_own_are_replayed_if_they_say_so(group, layer, replays):
     """Each class for itself; any other runs each time."""
     kind = (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), layer()), images)
     seen, _, count = train(group, kind, Layout(), True)
@@ -405,22 +401,22 @@ def test_modules_of_ones_own_are_replayed_if_they_say_so(
     assert seen == train(group, kind, Layout(), False)[0]
 
 
-def freeze(model: nn.Module, epoch: int) -> None:
+def freeze(model: nn.Module, epoch: int):
     model.layers[6].weight.requires_grad = epoch < 2
 
 
-def slow_down(model: nn.Module, epoch: int) -> None:
+def slow_down(model: nn.Module, epoch: int):
     if epoch == 2:
         model.layers[5].p = 0.1
 
 
-def exchange(model: nn.Module, epoch: int) -> None:
+def exchange(model: nn.Module, epoch: int):
     if epoch == 2:
         model.layers[2] = nn.Tanh()
 
 
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize("change", [freeze, slow_down, exchange])
-def test_a_model_that_changes_is_recorded_anew(group: Group, change: Any) -> None:
+def test_a_model_that_changes_is_recorded_anew(group, change):
     """A frozen parameter, another rate, another layer: the old calls are not made."""
     assert_equal(group, MODELS["dropping"], Layout(), change=change, epochs=4)

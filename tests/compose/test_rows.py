@@ -1,6 +1,5 @@
 """Ranks of one replica compute the same rows: other rows are refused, in every layout."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from nnmpi import Group, Layout, data, models
 from nnmpi.base.errors import UsageError
 from tests.worker_options import arranged
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS = [
     (2, {"tp": 2}),
     (2, {"pp": 2, "split": (3, 3)}),
     (2, {"sp": 2}),
@@ -64,9 +63,7 @@ def augmented(worker: nnmpi.Worker) -> float:
         augmented,
     ],
 )
-def test_other_rows_within_a_replica_are_refused(
-    give: Callable[[nnmpi.Worker], Any], ranks: int, options: dict[str, Any]
-) -> None:
+def test_other_rows_within_a_replica_are_refused(give, ranks, options):
     with pytest.raises(
         UsageError, match=r"replica were given different rows|ranks differ in batch"
     ):
@@ -74,7 +71,7 @@ def test_other_rows_within_a_replica_are_refused(
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {"sp": 1}), *LAYOUTS])
-def test_own_rows_give_the_serial_losses(ranks: int, options: dict[str, Any]) -> None:
+def test_own_rows_give_the_serial_losses(ranks, options):
     def program(group: Group, options: dict[str, Any]) -> list[float]:
         worker = make(group, options)
         where = worker.arrangement
@@ -90,8 +87,8 @@ def test_own_rows_give_the_serial_losses(ranks: int, options: dict[str, Any]) ->
         assert result == pytest.approx(serial, rel=1e-9)
 
 
-def test_rows_without_microbatches_have_no_fixed_order() -> None:
-    def program(group: Group) -> None:
+def test_rows_without_microbatches_have_no_fixed_order():
+    def program(group: Group):
         worker = make(group, {"reduction": "fixed"})
         worker.step(*rows(worker, group.rank))
 
@@ -99,8 +96,8 @@ def test_rows_without_microbatches_have_no_fixed_order() -> None:
         nnmpi.simulate(program, 2)
 
 
-def test_a_loader_without_this_replicas_part_is_refused() -> None:
-    def program(group: Group) -> None:
+def test_a_loader_without_this_replicas_part_is_refused():
+    def program(group: Group):
         worker = make(group, {"dp": 2})
         loader = data.Loader(data.Dataset("own", *rows(worker, 0), classes=9), 4, dtype="float64")
         worker.step(next(iter(loader.epoch(0))))

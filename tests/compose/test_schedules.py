@@ -54,7 +54,7 @@ def copied(name: str) -> Callable[[int, int, int], list[Instruction]]:
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_function_is_what_its_instructions_are(group: Group, name: str) -> None:
+def test_a_function_is_what_its_instructions_are(group, name):
     """The package's own as functions, and copies of them by a user, behave as the names do."""
     right = losses(group, name)
     assert losses(group, schedules.SCHEDULES[name]) == right
@@ -64,7 +64,7 @@ def test_a_function_is_what_its_instructions_are(group: Group, name: str) -> Non
     assert layout.home is Layout(pp=2, pipeline=name).home
 
 
-def test_interleaved_is_interleaved() -> None:
+def test_interleaved_is_interleaved():
     layout = Layout(pp=2, pipeline="interleaved")
     assert layout.stages_per_rank == 2 and Layout(pipeline="interleaved").stages_per_rank == 2
     assert Layout(pp=2, pipeline="interleaved", virtual_stages=3).stages_per_rank == 3
@@ -73,7 +73,7 @@ def test_interleaved_is_interleaved() -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_too_few_layers_for_interleaved_are_refused(group: Group) -> None:
+def test_too_few_layers_for_interleaved_are_refused(group):
     x = np.zeros((1, 6), "float32")
     layout = Layout(pp=2, pipeline="interleaved")
     error = caught(lambda: nnmpi.arrange(models.mlp((6,), 3, hidden=[]), group, layout, x))
@@ -90,7 +90,7 @@ def late(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
     return [kind.at(rank, m) for m in range(microbatches) for kind in both]
 
 
-def test_training_needs_backward_passes() -> None:
+def test_training_needs_backward_passes():
     for pp in ("auto", 2, 3):
         with pytest.raises(UsageError, match="forward_only has no backward passes, so it would"):
             Layout(pp=pp, pipeline=forward_only)
@@ -103,14 +103,14 @@ def test_training_needs_backward_passes() -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_backward_passes_are_needed_for_the_microbatches_of_a_step(group: Group) -> None:
+def test_backward_passes_are_needed_for_the_microbatches_of_a_step(group):
     """A layout has asked for another number of them."""
     with pytest.raises(ScheduleError, match="there are no backward passes"):
         losses(group, late, microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["forward_only", "pipedream"])
-def test_verify_refuses_by_instructions(schedule: str) -> None:
+def test_verify_refuses_by_instructions(schedule):
     name = (
         f"{__name__}:{schedule}"
         if schedule != "pipedream"

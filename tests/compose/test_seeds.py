@@ -33,7 +33,7 @@ def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options: A
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=["4", "60"])
 @pytest.mark.parametrize("sync", UNBOUND, ids=name_of)
-def test_bounds_hold_and_nothing_is_lost(sync: Sync, seeds: range) -> None:
+def test_bounds_hold_and_nothing_is_lost(sync, seeds):
     """Every sample of an epoch is used once."""
     for seed in seeds:
         reports, _ = run(sync, ranks=4 + seed % 3, seed=seed)
@@ -48,7 +48,7 @@ def test_bounds_hold_and_nothing_is_lost(sync: Sync, seeds: range) -> None:
 
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
+def test_a_seed_is_repeatable(sync, cpu_factor):
     """To the last bit of weights and state, by time and by draws."""
     pace = {"slow": "ms=10;rank=3,factor=3"} if cpu_factor == 0 else {}
     first, again = (run(sync, 5, 7, cpu_factor, **pace) for _ in range(2))

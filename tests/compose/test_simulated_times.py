@@ -75,7 +75,7 @@ def step(sync: Sync, ranks: int = 4, slow: str = "", few: int = 4, more: int = 1
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(factor: int) -> None:
+def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(factor):
     nbytes = NBYTES + 17 * 8  # the header of a push; a reply's is shorter
     together_s = 2 * ALPHA_S + 2 * 3 * nbytes * BYTE_S
     if factor > 1:
@@ -88,9 +88,7 @@ def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(fact
 
 
 @pytest.mark.parametrize(("who", "factor"), [(0, 1), (0, 3), (2, 3)])
-def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(
-    who: int, factor: int
-) -> None:
+def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(who, factor):
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
     # loss, right answers, rows and a hash of the update, by doubling
     numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)
@@ -100,7 +98,7 @@ def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(
 
 
 @pytest.mark.parametrize("every", [2, 4])
-def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
+def test_local_steps_pay_an_average_once_in_so_many(every):
     """A ring, and before it the ranks' rows."""
     rows_s = 2 * (ALPHA_S + 8 * BYTE_S)
     result = step(Sync("local", local_steps=every))
@@ -111,7 +109,7 @@ def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_gossip_pays_for_its_neighbours_alone(ranks: int) -> None:
+def test_gossip_pays_for_its_neighbours_alone(ranks):
     talks = min(ranks - 1, 2)
     result = step(Sync("gossip"), ranks)
     assert (
@@ -121,7 +119,7 @@ def test_gossip_pays_for_its_neighbours_alone(ranks: int) -> None:
     )
 
 
-def test_a_straggler_slows_gossip_down_no_faster_than_word_of_it_spreads() -> None:
+def test_a_straggler_slows_gossip_down_no_faster_than_word_of_it_spreads():
     """On a ring of 16 one place further with each step, after the first, at which all ask whether
     there is a signal.
     """
@@ -134,7 +132,7 @@ def test_a_straggler_slows_gossip_down_no_faster_than_word_of_it_spreads() -> No
 
 
 @pytest.mark.parametrize("factor", [8])
-def test_asp_has_the_throughput_of_all_its_workers(factor: int) -> None:
+def test_asp_has_the_throughput_of_all_its_workers(factor):
     """In the long run (N - 1 + 1/f) / N of what equal workers do, if messages take no time."""
     batches, workers = 100, 4
     slow = run(Sync("asp"), batches, workers, f"rank=1,factor={factor}", links=False)
@@ -148,7 +146,7 @@ def test_asp_has_the_throughput_of_all_its_workers(factor: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_staleness_of_equal_asp_workers_is_the_number_of_the_others(seed: int) -> None:
+def test_staleness_of_equal_asp_workers_is_the_number_of_the_others(seed):
     report = run(Sync("asp"), 40, 5, links=False, seed=seed).report
     assert report.staleness is not None
     assert report.staleness.mean() == pytest.approx(4, rel=0.03)
@@ -156,7 +154,7 @@ def test_staleness_of_equal_asp_workers_is_the_number_of_the_others(seed: int) -
 
 
 @pytest.mark.parametrize("bound", [0, 2, 5])
-def test_a_stale_synchronous_run_goes_at_the_pace_of_a_straggler_in_the_end(bound: int) -> None:
+def test_a_stale_synchronous_run_goes_at_the_pace_of_a_straggler_in_the_end(bound):
     """At any moment nobody is more than S steps ahead."""
     result = run(Sync("ssp", staleness=bound), 50, slow="rank=1,factor=4", links=False)
     done, leads = [0] * 4, []

@@ -29,7 +29,7 @@ def traffic(group: Group, layout: Layout, model: nn.Module, x: Any, y: Any) -> t
 
 
 @pytest.mark.simulated(min_size=1, max_size=4)
-def test_sums_are_counted_once(group: Group) -> None:
+def test_sums_are_counted_once(group):
     x, y = np.ones((8, 6), "float32"), np.arange(8) % 3
     alone = group.size == 1
     nbytes, calls, gradients = traffic(group, Layout(dp=group.size), mlp(), x, y)
@@ -44,7 +44,7 @@ def test_sums_are_counted_once(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
-def test_tied_weights_are_counted_and_activations_are_not(group: Group) -> None:
+def test_tied_weights_are_counted_and_activations_are_not(group):
     def gpt() -> nn.Module:
         return models.gpt(17, 8, 16, 2, 2)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Numerics, Sync, Worker
+from nnmpi import AsynchronousWorker, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, Trainer
@@ -13,7 +13,7 @@ from tests.asynchronous.runs import all_reduced, loader_of, rate
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 
 SLOW = Slow.parse("ms=2;rank=0,factor=3")
-KINDS: dict[str, Callable[[Group, Slow], Trainer]] = {
+KINDS = {
     "in step": lambda group, slow: Worker(*made(), group, seed=3, slow=slow),
     "servers": lambda group, slow: AsynchronousWorker(
         *made(), group, Sync("ssp", staleness=0), slow=slow
@@ -24,7 +24,7 @@ KINDS: dict[str, Callable[[Group, Slow], Trainer]] = {
 }
 
 
-def made():  # type: ignore[no-untyped-def]
+def made():
     model = build()
     return model, optimizer_of(model)
 
@@ -46,10 +46,10 @@ def train(
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> None:
+def test_each_trains_up_to_a_point_by_the_same_call(group, kind):
     """And comes to the weights of the synchronous run, wherever its segments end."""
     trainer = KINDS[kind](group, NOT_SLOW)
-    text: list[Progress] = []
+    text = []
     totals = train(trainer, 1, 4, progress=text.append)
     trainer.release()
     np.testing.assert_allclose(
@@ -72,9 +72,9 @@ def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
+def test_each_can_be_slow_on_purpose(group, kind):
     trainer = KINDS[kind](group, SLOW)
-    text: list[Progress] = []
+    text = []
     (first, _) = train(trainer, progress=text.append)
     assert first.wall_s >= BATCHES * 0.002 * 3  # in step, all ranks say so: they meet in each step
     assert all(
@@ -84,7 +84,7 @@ def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
     trainer.release()
 
 
-def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
+def test_steps_in_step_are_those_of_the_library_user(group):
     """`run` is `step` for each batch, bit for bit; its totals are the sums of their reports."""
     first, other = (KINDS["in step"](group, NOT_SLOW) for _ in range(2))
     assert isinstance(other, Worker)
@@ -100,7 +100,7 @@ def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
         item.release()
 
 
-def test_numbers_of_a_checkpoint_go_to_any_other_trainer(group: Group) -> None:
+def test_numbers_of_a_checkpoint_go_to_any_other_trainer(group):
     """Also the loss scale, to one that has it."""
     model = build("float32")
     half = Worker(model, optimizer_of(model), group, numerics=Numerics(precision="fp16"))

@@ -33,7 +33,7 @@ def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
 
 @pytest.mark.simulated
 @pytest.mark.needs_ranks(2, 4, 8)
-def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
+def test_a_batch_for_other_replicas_is_refused(group):
     """As when the world's rank and size are given to the Loader of a pipeline."""
     train, _ = data.load("digits")
     worker = make(group, Layout(pp=group.size, dp=1))
@@ -49,7 +49,7 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
 
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_steps_are_those_of_a_loop_of_ones_own(group: Group, microbatches: int) -> None:
+def test_steps_are_those_of_a_loop_of_ones_own(group, microbatches):
     """Which knows nothing of workers: the serial runs of other tests go the way that they are held
     against.
     """
@@ -80,7 +80,7 @@ def test_steps_are_those_of_a_loop_of_ones_own(group: Group, microbatches: int) 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("way", ["closure", "list", "frozen"])
-def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str) -> None:
+def test_a_layer_that_the_model_does_not_hold_is_told_of(group, way):
     """It has weights of its own already, gets gradients, and would never be updated."""
     stranger = nn.Linear(10, 10).initialize(seed=1)
     if way == "frozen":
@@ -88,7 +88,7 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
             parameter.requires_grad = False
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
             if way == "list":
                 self.rest = [stranger]
@@ -110,7 +110,7 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
 
 
 @pytest.mark.simulated
-def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
+def test_whole_microbatches_belong_to_a_fixed_order(group):
     train, _ = data.load("digits")
     worker = make(group, Layout())
     where = worker.arrangement
@@ -142,7 +142,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
 
 @pytest.mark.simulated(max_size=16)  # no deeper than the model
 @pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> None:
+def test_a_part_of_a_model_needs_its_arrangement(group, axis):
     """Without it, rank 0's part would be everybody's."""
     where = make(group, Layout(**{"dp": 1, axis: group.size})).arrangement
     if group.size == 1:
@@ -153,7 +153,7 @@ def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> Non
 
 @pytest.mark.simulated(check=False)  # the other stage waits for nobody
 @pytest.mark.needs_ranks(2)
-def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
+def test_freezing_between_steps_wants_a_new_worker(group):
     """What crosses between two stages was agreed once; the first stage's rank notices."""
     train, _ = data.load("digits")
     worker = make(group, Layout(pp=group.size, dp=1))
@@ -171,12 +171,10 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(group, monkeypatch):
     real = Group.broadcast
 
-    def slow(self: Group, *args: Any) -> None:
+    def slow(self: Group, *args: Any):
         real(self, *args)
         if self.rank == self.size - 1:
             time.sleep(0.05)
@@ -201,7 +199,7 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
 
 @pytest.mark.simulated
 @pytest.mark.needs_ranks(1, 2, 4, 6)
-def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
+def test_rows_of_ones_own_are_a_batch(group):
     """As many as each replica likes, one of them none: losses and evaluation of the rows
     together.
     """
@@ -253,8 +251,8 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
         ),
     ],
 )
-def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
-    def main(group: Group) -> None:
+def test_what_is_no_batch_is_refused(step, text):
+    def main(group: Group):
         step(make(group, Layout()), SAMPLE)
 
     with pytest.raises((UsageError, ShapeError), match=text):
@@ -273,9 +271,7 @@ def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     ids=str,
 )
 @pytest.mark.host_only("it writes to arrays that NumPy can lock")
-def test_what_is_done_to_weights_between_two_runs_survives(
-    group: Group, options: dict[str, Any]
-) -> None:
+def test_what_is_done_to_weights_between_two_runs_survives(group, options):
     """Frozen ones stay, with momentum and decay; others begin where they were set to."""
     pipelined = "pipeline" in options
     options = options | ({"pp": group.size, "split": (1,) * group.size} if pipelined else {})
@@ -310,7 +306,7 @@ def test_what_is_done_to_weights_between_two_runs_survives(
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 2), ({"zero": 1}, 3), ({"zero": 2}, 2)])
-def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> None:
+def test_averaged_weights_go_in_and_out(layout, ranks):
     """The ranks share one copy of the weights, which one writes while another still reads."""
     train, test = data.load("iris")
 
@@ -337,7 +333,7 @@ def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> N
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None:
+def test_gradients_after_a_step_are_the_global_ones_or_none(fused):
     """A fused update leaves parts and products in their memory, which are neither."""
     x, y = np.random.default_rng(0).normal(size=(8, 5)), np.arange(8) % 3
 
@@ -363,7 +359,7 @@ def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None
 @pytest.mark.parametrize(
     ("schedule", "own"), [("gpipe", False), ("1f1b", True), ("zero-bubble", False)]
 )
-def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: bool) -> None:
+def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule, own):
     """In the first step, and in a replayed one; the next good step is the serial run's."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(8, 6)).astype("float32"), np.arange(8) % 3
@@ -407,7 +403,7 @@ def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: 
     ],
     ids=str,
 )
-def test_a_loss_that_uses_weights_sees_all_of_them(layout: Layout, again: bool) -> None:
+def test_a_loss_that_uses_weights_sees_all_of_them(layout, again):
     """A penalty, or the model once more; where ranks have parts they are refused."""
     x, y = np.random.default_rng(0).normal(size=(4, 6)).astype("float32"), np.arange(4) % 3
 
@@ -437,9 +433,7 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout: Layout, again: bool) 
 
 
 @pytest.mark.host_only("cores that are idle beside a device are not named")
-def test_a_lone_workers_notice_names_idle_cores(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lone_workers_notice_names_idle_cores(group, monkeypatch):
     monkeypatch.setattr("nnmpi.base.launcher.idle_cores", lambda: 4)
     model = models.mlp((4,), 3).initialize(seed=0)
     expected = "3 of 4 cores idle; to use more: mpirun -n 4 python ..." * (group.size == 1)

@@ -45,7 +45,7 @@ from nnmpi.train.config import all_options
 
 SECONDS, BYTES = 10, 2 << 30
 ROOT = Path(__file__).parents[2]
-HOSTILE: tuple[Any, ...] = (
+HOSTILE = (
     *(None, True, 0, -1, 1, 3, 10**6, 10**30, -(10**30), 0.5, 1e30, 1e-300, "", "x", "nan", "../x"),
     *(
         "/dev/zero",
@@ -98,7 +98,7 @@ class Bad:
     must_fail: bool = False
 
 
-def make_good(place: Path) -> None:
+def make_good(place: Path):
     """Write good files of every kind, and two runs, to damage copies of."""
     place.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
@@ -282,7 +282,7 @@ def make(number: int, seed: int, good: Path, place: Path) -> Bad:
 def run(case: Bad) -> str:
     """Return what is wrong with a case; "" if nothing is."""
 
-    def late(number: int, frame: FrameType | None) -> None:
+    def late(number: int, frame: FrameType | None):
         raise Overtime
 
     output, began = io.StringIO(), time.monotonic()

@@ -1,8 +1,5 @@
 """A part of the corpus; `python -m tests.corpus 5000` runs more."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from nnmpi.base.errors import UsageError
@@ -12,24 +9,24 @@ CASES = 150
 pytestmark = pytest.mark.host_only("files and words, not arrays")
 
 
-def test_no_bad_input_has_a_traceback_takes_long_or_succeeds(tmp_path: Path) -> None:
+def test_no_bad_input_has_a_traceback_takes_long_or_succeeds(tmp_path):
     """The number that fails is told; `python -m tests.corpus 1 --first NUMBER` repeats it."""
     assert not [*failures(0, CASES, 0, tmp_path)]
 
 
-def refused() -> None:
+def refused():
     raise UsageError("give another")
 
 
-def left() -> None:
+def left():
     raise SystemExit(0)
 
 
-def fails() -> None:
+def fails():
     raise KeyError("x")
 
 
-def loops() -> None:
+def loops():
     while True:
         pass
 
@@ -45,9 +42,7 @@ def loops() -> None:
         (loops, False, "longer than 1 s"),
     ],
 )
-def test_the_corpus_sees_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], must_fail: bool, wrong: str
-) -> None:
+def test_the_corpus_sees_what_is_wrong(monkeypatch, act, must_fail, wrong):
     monkeypatch.setattr("tests.corpus.bad.SECONDS", 1)
     text = run(Bad("planted", act, must_fail))
     assert wrong in text and bool(wrong) == bool(text)

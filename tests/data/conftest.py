@@ -8,7 +8,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def real_data() -> Path:
+def real_data():
     """The folder with real MNIST and CIFAR-10 files: $NNMPI_TEST_DATA, or ../shared/data beside the
     repository.
     """
@@ -30,7 +29,7 @@ def real_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     """No test may see the user's downloads."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("NNMPI_DATA", str(folder))
@@ -46,7 +45,7 @@ def idx_bytes(values: np.ndarray) -> bytes:
 
 
 @pytest.fixture
-def idx_parts() -> dict[str, bytes]:
+def idx_parts():
     """The four files of a made-up MNIST: 20 training and 10 test images of 6 x 5 pixels."""
     parts = {}
     for part, n in (("train", 20), ("t10k", 10)):
@@ -57,7 +56,7 @@ def idx_parts() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def idx_folder(tmp_path: Path, idx_parts: dict[str, bytes]) -> Path:
+def idx_folder(tmp_path, idx_parts):
     """A folder with the files of `idx_parts`, half of them packed."""
     folder = tmp_path / "idx"
     folder.mkdir()
@@ -75,9 +74,9 @@ class Site:
     "endless" (without a length, and without an end), "404" and other numbers.
     """
 
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[bytes, str]] = {}
-        self.requests: list[str] = []
+    def __init__(self):
+        self.files = {}
+        self.requests = []
         self.over = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -89,7 +88,7 @@ class Site:
 
     def _handler(site) -> type[BaseHTTPRequestHandler]:  # noqa: N805  (self is the handler, below)
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 site.requests.append(self.path)
                 content, manner = site.files.get(self.path, (b"", "404"))
                 if manner == "silent":
@@ -108,14 +107,14 @@ class Site:
                             content[: len(content) // 2] if manner == "cut" else content
                         )
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_: object):
                 pass
 
         return Handler
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     site = Site()
     thread = threading.Thread(target=site.server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -133,7 +132,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 @pytest.fixture
-def no_threads_left() -> Iterator[None]:
+def no_threads_left():
     """The threads of a loader end with it."""
     yield
     gc.collect()

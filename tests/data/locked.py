@@ -9,7 +9,7 @@ import pytest
 QUESTIONS = ("exists", "is_dir", "is_file", "stat", "open", "mkdir")
 
 
-def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Let every question about what is in the folder fail, as it does for a folder of mode 000.
 
     Not all versions of Python let `exists` and its like raise that; on others they return False.

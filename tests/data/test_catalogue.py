@@ -3,8 +3,6 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from nnmpi.data.catalogue import Source, download, load, prepare
 from tests.data.locked import lock
 
 
-def test_iris_is_the_known_table() -> None:
+def test_iris_is_the_known_table():
     train, test = load("iris")
     assert (len(train), len(test), train.classes) == (120, 30, 3)
     assert train.class_names == ("setosa", "versicolor", "virginica")
@@ -26,7 +24,7 @@ def test_iris_is_the_known_table() -> None:
     np.testing.assert_allclose(x[y == 1].mean(0), [5.936, 2.77, 4.26, 1.326], rtol=1e-6)
 
 
-def test_digits_are_the_known_images() -> None:
+def test_digits_are_the_known_images():
     train, test = load("digits", test_fraction=0.25)
     assert (len(train), len(test), train.classes, train.sample_shape) == (1348, 449, 10, (8, 8, 1))
     assert train.x.dtype == np.uint8
@@ -37,7 +35,7 @@ def test_digits_are_the_known_images() -> None:
 
 
 @pytest.mark.parametrize("below", ["", "mnist", "MNIST/raw"])
-def test_mnist_from_local_files(idx_folder: Path, tmp_path: Path, below: str) -> None:
+def test_mnist_from_local_files(idx_folder, tmp_path, below):
     place = tmp_path / "local" / below
     place.parent.mkdir(parents=True, exist_ok=True)
     idx_folder.rename(place)
@@ -46,9 +44,7 @@ def test_mnist_from_local_files(idx_folder: Path, tmp_path: Path, below: str) ->
     assert prepare("mnist", tmp_path / "local") == place
 
 
-def test_nodes_that_share_a_folder_download_once_then_load(
-    site: Any, monkeypatch: pytest.MonkeyPatch, idx_parts: dict[str, bytes], own_cache: Path
-) -> None:
+def test_nodes_that_share_a_folder_download_once_then_load(site, monkeypatch, idx_parts, own_cache):
     sources = []
     for name, content in idx_parts.items():
         packed = gzip.compress(content)
@@ -61,7 +57,7 @@ def test_nodes_that_share_a_folder_download_once_then_load(
         DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"
     ):
         load("mnist")
-    text: list[str] = []
+    text = []
     with ThreadPoolExecutor(4) as pool:
         result = list(pool.map(lambda _: prepare("mnist", report=text.append), range(4)))
     assert result == [own_cache / "mnist"] * 4
@@ -80,9 +76,7 @@ CONTENT = bytes(range(256)) * 2000
     [(CONTENT, manner) for manner in ("404", "500", "cut", "silent", "endless")]
     + [(wrong, "plain") for wrong in (CONTENT[::-1], CONTENT[:-1], CONTENT + b"x" * 5, b"")],
 )
-def test_what_is_wrong_sends_to_the_next_mirror(
-    site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, manner: str
-) -> None:
+def test_what_is_wrong_sends_to_the_next_mirror(site, tmp_path, monkeypatch, content, manner):
     monkeypatch.setattr(catalogue, "STALL_S", 0.5)
     mirrors = site.put("/a/file.bin", content, manner), site.put("/b/file.bin", CONTENT)
     source = Source("file.bin", mirrors, len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -94,9 +88,7 @@ def test_what_is_wrong_sends_to_the_next_mirror(
 
 
 @pytest.mark.parametrize("function", [load, prepare])
-def test_what_cannot_be_read_is_one_sentence(
-    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_one_sentence(function, tmp_path, monkeypatch):
     for name, expected in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(
@@ -141,13 +133,13 @@ def test_what_cannot_be_read_is_one_sentence(
         ("some/folder", "'some/folder': no such file"),
     ],
 )
-def test_unknown_name_is_a_usage_error(name: str, text: str) -> None:
+def test_unknown_name_is_a_usage_error(name, text):
     for function in (load, prepare):
         with pytest.raises(UsageError, match=text):
             function(name)
 
 
-def test_csv_and_npz_by_path(tmp_path: Path) -> None:
+def test_csv_and_npz_by_path(tmp_path):
     (tmp_path / "table.csv").write_text("".join(f"{i},{i % 2}\n" for i in range(10)))
     np.savez(tmp_path / "arrays.npz", x=np.zeros((10, 3)), y=np.arange(10))
     for name in ("table.csv", "arrays.npz"):
@@ -156,13 +148,13 @@ def test_csv_and_npz_by_path(tmp_path: Path) -> None:
         assert prepare(str(tmp_path / name)) == tmp_path / name
 
 
-def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
+def test_other_kinds_of_file_are_refused(tmp_path):
     (tmp_path / "a.json").touch()
     with pytest.raises(UsageError, match=r"a\.json: \.json files are not read; .*read_json\("):
         load(str(tmp_path / "a.json"))
 
 
-def test_images_that_lie_in_no_folder_of_a_class(tmp_path: Path) -> None:
+def test_images_that_lie_in_no_folder_of_a_class(tmp_path):
     """Such as Kaggle's, beside a table of their labels; or in a format that is not read."""
     for number, name in enumerate(("a.png", "train/cat.0.jpg", "cats/1.avif", "train/cats/1.jp2")):
         file = tmp_path / str(number) / name
@@ -175,7 +167,7 @@ def test_images_that_lie_in_no_folder_of_a_class(tmp_path: Path) -> None:
             load(str(tmp_path / str(number)))
 
 
-def test_folder_of_tables(tmp_path: Path) -> None:
+def test_folder_of_tables(tmp_path):
     (tmp_path / "train.csv").write_text("1,a\n2,b\n")
     with pytest.raises(UsageError, match="has neither"):
         load(str(tmp_path))
@@ -184,12 +176,12 @@ def test_folder_of_tables(tmp_path: Path) -> None:
     assert (train.name, len(train), test.y.tolist()) == (tmp_path.name, 2, [1])
 
 
-def test_folder_of_idx_files_counts_the_training_classes(idx_folder: Path) -> None:
+def test_folder_of_idx_files_counts_the_training_classes(idx_folder):
     train, test = load(str(idx_folder))
     assert (train.classes, test.classes, train.name) == (10, 10, "idx")
 
 
-def test_real_mnist(real_data: Path) -> None:
+def test_real_mnist(real_data):
     train, test = load("mnist", real_data / "mnist")
     assert (train.x.shape, test.x.shape, train.x.dtype) == (
         (60000, 28, 28, 1),
@@ -200,7 +192,7 @@ def test_real_mnist(real_data: Path) -> None:
     assert test.y[:8].tolist() == [7, 2, 1, 0, 4, 1, 4, 9]
 
 
-def test_real_subset_of_cifar10(real_data: Path) -> None:
+def test_real_subset_of_cifar10(real_data):
     for parts in (load("cifar10", real_data), load(str(real_data / "cifar10"))):
         for part, n in zip(parts, (5000, 1000), strict=True):
             assert part.x.shape == (n, 32, 32, 3)
@@ -212,7 +204,7 @@ def test_real_subset_of_cifar10(real_data: Path) -> None:
             assert np.abs(np.diff(pixels, axis=2)).mean() < 20
 
 
-def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "table.csv")
     with pytest.raises(UsageError, match="is neither an ordinary file nor a folder"):
         load(str(tmp_path / "table.csv"))
@@ -220,7 +212,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
         read_bytes(tmp_path / "table.csv")
 
 
-def test_another_table_numbers_its_classes_as_the_training_table(tmp_path: Path) -> None:
+def test_another_table_numbers_its_classes_as_the_training_table(tmp_path):
     """It lacks one of them, and called the last one 1."""
     for name, labels in (("train", "xyz"), ("other", "xz")):
         rows = [f"{i},{labels[i % len(labels)]}" for i in range(12)]

@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import Dataset
-from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE, Encoding
+from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
 
 
@@ -28,7 +28,7 @@ age,sex,member,seen,income,k
 """
 
 
-def test_each_kind_of_column_becomes_features(tmp_path: Path) -> None:
+def test_each_kind_of_column_becomes_features(tmp_path):
     data = table(tmp_path, MIXED)
     assert data.columns == ("age", "sex=f", "sex=m", "member", "seen", "income")
     np.testing.assert_array_equal(
@@ -48,9 +48,9 @@ def test_each_kind_of_column_becomes_features(tmp_path: Path) -> None:
     )
 
 
-def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None:
+def test_another_table_is_read_by_the_rules_of_the_first(tmp_path):
     """By name, whatever the order; medians, texts and dates are those of the training table."""
-    encoding: Encoding = table(tmp_path, MIXED).encoding
+    encoding = table(tmp_path, MIXED).encoding
     other = tmp_path / "other.csv"
     other.write_text("sex,age,more,seen,member,income\nm,,x,2024-03-05,0,1\nd,1,y,,,\n")
     read_other = partial(read_csv, other, TableRules(encoding=encoding), labelled=False)
@@ -83,11 +83,11 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
         ("a,k\n100000001,x\n100000003,y\n", [[-1], [1]]),  # which float32 cannot tell apart
     ],
 )
-def test_forms_of_tables(text: str, features: list[list[float]], tmp_path: Path) -> None:
+def test_forms_of_tables(text, features, tmp_path):
     assert table(tmp_path, text).x.tolist() == features
 
 
-def test_scikit_learns_first_line_gives_the_classes_their_names(tmp_path: Path) -> None:
+def test_scikit_learns_first_line_gives_the_classes_their_names(tmp_path):
     rows = "".join(f"{i * i},{-i},{i % 2}\n" for i in range(12))
     data = table(tmp_path, f"12,2,setosa,virginica\n{rows}")
     assert (data.class_names, data.x.shape) == (("setosa", "virginica"), (12, 2))
@@ -95,7 +95,7 @@ def test_scikit_learns_first_line_gives_the_classes_their_names(tmp_path: Path) 
     assert len(table(tmp_path, "12,3,5,0\n13,3,5,1\n")) == 2
 
 
-def test_an_index_is_found_by_its_values(tmp_path: Path) -> None:
+def test_an_index_is_found_by_its_values(tmp_path):
     rows = [f"{i},{i * i % 7},{'xy'[i % 2]}" for i in range(1, SURE_INDEX + 1)]
     for header in ("", "nr,v,k\n"):
         data = table(tmp_path, header + "\n".join(rows))
@@ -106,20 +106,20 @@ def test_an_index_is_found_by_its_values(tmp_path: Path) -> None:
     assert table(tmp_path, alone).sample_shape == (1,), "there is nothing else to learn from"
 
 
-def test_what_only_looks_like_an_index_is_a_feature(tmp_path: Path) -> None:
+def test_what_only_looks_like_an_index_is_a_feature(tmp_path):
     for first, size in ((1, 1), (5001, 1), (1960, 2), (20, 2)):
         text = "".join(f"{first + i},{i * i % 7},{'xy'[i % 2]}\n" for i in range(20))
         assert table(tmp_path, text).sample_shape == (size,), first
 
 
-def test_many_whole_numbers_are_classes_with_a_note(tmp_path: Path) -> None:
+def test_many_whole_numbers_are_classes_with_a_note(tmp_path):
     text = "a,price\n" + "".join(f"{i % 3},{1000 + 7 * (i % 30)}\n" for i in range(90))
     (note,) = table(tmp_path, text).notes
     assert note.startswith("column 'price': 30 labels are a class each; to predict numbers, give")
     assert not table(tmp_path, text, predicts="quantities").notes
 
 
-def test_texts_that_are_nearly_all_different_are_left_out_and_said(tmp_path: Path) -> None:
+def test_texts_that_are_nearly_all_different_are_left_out_and_said(tmp_path):
     rows = "".join(f'Mr {i},"of, {i} a",{i % 3},a{i % 2}\n' for i in range(40))
     text = f'name,"from, where",v,k\n{rows}'
     data = table(tmp_path, text)
@@ -139,7 +139,7 @@ def test_texts_that_are_nearly_all_different_are_left_out_and_said(tmp_path: Pat
         table(tmp_path, text, drop=("nam",))
 
 
-def test_advice_of_another_target(tmp_path: Path) -> None:
+def test_advice_of_another_target(tmp_path):
     rows = "".join(f"{i / 7},n{i % 2},car {i}\n" for i in range(50))
     with pytest.raises(DataError, match="50 different labels in 50 rows.*such as target='make'"):
         table(tmp_path, f"mpg,make,name\n{rows}")
@@ -149,13 +149,13 @@ def test_advice_of_another_target(tmp_path: Path) -> None:
     assert table(tmp_path, f"mpg,name\n{few}").classes == 20
 
 
-def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
+def test_rows_without_a_label_are_left_out(tmp_path):
     data = table(tmp_path, "a,k\n1,x\n2,\n3,NA\n4,none\n")
     assert (data.x.tolist(), data.class_names) == ([[1], [4]], ("none", "x"))
     assert data.notes == ("2 rows without a label left out",)
 
 
-def test_words_of_documents_are_features(tmp_path: Path) -> None:
+def test_words_of_documents_are_features(tmp_path):
     data = table(
         tmp_path,
         'review,stars,k\n"Good, very GOOD",5,1\n"good film",4,1\n"bad film",1,0\n"bad ...",2,0\n',
@@ -165,7 +165,7 @@ def test_words_of_documents_are_features(tmp_path: Path) -> None:
     assert data.x[:, :3].tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]]
 
 
-def test_pixels_become_images(tmp_path: Path) -> None:
+def test_pixels_become_images(tmp_path):
     """In a column each, or all in one."""
     for text in ("a,b,c,d,k\n0,1,2,255,x\n9,8,7,6,y\n", "p,k\n0 1 2 255,x\n9 8 7 6,y\n"):
         data = table(tmp_path, text, sample_shape=(2, 2, 1))
@@ -186,7 +186,7 @@ def test_pixels_become_images(tmp_path: Path) -> None:
     assert floats.x.dtype == np.float32
 
 
-def test_a_table_of_windows(tmp_path: Path) -> None:
+def test_a_table_of_windows(tmp_path):
     (tmp_path / "w.csv.gz").write_bytes(
         gzip.compress("s,v,k\nMünchen,1,ä\nKöln,2,b\n".encode("cp1252"))
     )

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ def table(n: int, classes: int = 3) -> Dataset:
     )
 
 
-def test_rows_are_scaled_floats_of_the_dtype_asked_for() -> None:
+def test_rows_are_scaled_floats_of_the_dtype_asked_for():
     data = Dataset(
         "bytes", np.arange(256, dtype=np.uint8).reshape(-1, 1), np.zeros(256, np.int64), 1, 1 / 255
     )
@@ -23,13 +21,13 @@ def test_rows_are_scaled_floats_of_the_dtype_asked_for() -> None:
         np.testing.assert_allclose(rows[:, 0], [1.0, 0.0, 0.2], rtol=1e-7)
 
 
-def test_rows_of_floats_are_copies() -> None:
+def test_rows_of_floats_are_copies():
     data = table(4)
     data.rows(np.array([0, 1]))[:] = 7
     assert data.x[0, 0] == 0
 
 
-def test_rows_of_no_index_keep_the_sample_shape() -> None:
+def test_rows_of_no_index_keep_the_sample_shape():
     assert table(4).rows(np.array([], np.int64)).shape == (0, 2)
 
 
@@ -70,14 +68,12 @@ Y = np.zeros(3, np.int64)
         (X, np.array([0, 1.5, 1], "float32"), 2, "target 1.5 of sample 1 is not from 0 to 1"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(
-    x: np.ndarray, y: np.ndarray, classes: int, sentence: str
-) -> None:
+def test_arrays_that_do_not_fit_are_refused(x, y, classes, sentence):
     with pytest.raises(DataError, match=f"made up.*: .*{sentence}"):
         Dataset("made up", x, y, classes)
 
 
-def test_each_class_has_a_name() -> None:
+def test_each_class_has_a_name():
     with pytest.raises(DataError, match="1 class names for 2 classes"):
         Dataset("made up", X, Y, 2, class_names=("one",))
 
@@ -94,7 +90,7 @@ def test_each_class_has_a_name() -> None:
         (X.astype("int32"), X.astype("int32"), ("int32", "int64")),
     ],
 )
-def test_columns_become_what_a_model_takes(x: Any, y: Any, dtypes: tuple[str, str]) -> None:
+def test_columns_become_what_a_model_takes(x, y, dtypes):
     """Whole numbers are quantities, unless their dtype or a label for each says that they are
     tokens.
     """
@@ -110,7 +106,7 @@ def test_columns_become_what_a_model_takes(x: Any, y: Any, dtypes: tuple[str, st
 @pytest.mark.parametrize(
     ("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)]
 )
-def test_split_partitions_the_samples(n: int, fraction: float, tests: int) -> None:
+def test_split_partitions_the_samples(n, fraction, tests):
     train, test = split(table(n), fraction, seed=0)
     assert len(test) == tests
     assert sorted([*train.x[:, 0], *test.x[:, 0]]) == sorted(table(n).x[:, 0])
@@ -118,24 +114,24 @@ def test_split_partitions_the_samples(n: int, fraction: float, tests: int) -> No
         np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 3)
 
 
-def test_split_depends_on_the_seed_alone() -> None:
+def test_split_depends_on_the_seed_alone():
     first, again, other = (split(table(50), 0.2, seed)[1].x for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_split_refuses_fractions_without_sense(fraction: float) -> None:
+def test_split_refuses_fractions_without_sense(fraction):
     with pytest.raises(UsageError, match="test_fraction is"):
         split(table(10), fraction, 0)
 
 
-def test_split_refuses_a_single_sample() -> None:
+def test_split_refuses_a_single_sample():
     with pytest.raises(DataError, match="1 samples cannot be split"):
         split(table(1), 0.5, 0)
 
 
-def test_pair_must_have_samples_of_one_shape() -> None:
+def test_pair_must_have_samples_of_one_shape():
     wide = Dataset("wide", np.zeros((3, 5), np.float32), np.zeros(3, np.int64), 1)
     with pytest.raises(DataError, match=r"shape \(2,\).*shape \(5,\)"):
         check_pair(table(3), wide)
@@ -143,7 +139,7 @@ def test_pair_must_have_samples_of_one_shape() -> None:
         check_pair(table(3), table(3).take(np.array([], np.int64)))
 
 
-def test_tokens_stay_whole_numbers_and_labels_may_be_several() -> None:
+def test_tokens_stay_whole_numbers_and_labels_may_be_several():
     x = np.array([[3, 1, 2], [0, 2, 1]], np.uint16)
     result = Dataset("tokens", x, np.array([[1, 2, IGNORED], [2, 1, 0]]), 4)
     assert result.is_tokens and result.vocabulary == 4

@@ -10,7 +10,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.files import cache_folder, locked
 
 
-def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_names_the_folder(monkeypatch):
     monkeypatch.setenv("NNMPI_DATA", "~/some/where")
     assert cache_folder() == Path.home() / "some" / "where"
 
@@ -24,12 +24,12 @@ def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_platform_chooses_the_folder(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    platform: str,
-    variables: dict[str, str],
-    folder: str,
-) -> None:
+    monkeypatch,
+    tmp_path,
+    platform,
+    variables,
+    folder,
+):
     monkeypatch.chdir(tmp_path)
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -42,9 +42,7 @@ def test_platform_chooses_the_folder(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs the right to give files away")
-def test_a_folder_of_somebody_else_is_no_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_of_somebody_else_is_no_cache(monkeypatch, tmp_path):
     """Compiled kernels are code; several users may share what $NNMPI_DATA names, but not these."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("NNMPI_DATA", raising=False)
@@ -61,7 +59,7 @@ def test_a_folder_of_somebody_else_is_no_cache(
     assert kernels_folder().stat().st_mode & 0o777 == 0o700
 
 
-def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -77,10 +75,10 @@ def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPa
         cache_folder()
 
 
-def test_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
+def test_lock_lets_one_in_at_a_time(tmp_path):
     inside, seen = [], []
 
-    def visit() -> None:
+    def visit():
         with locked(tmp_path / "new" / "folder"):
             inside.append(1)
             seen.append(len(inside))
@@ -95,7 +93,7 @@ def test_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
     assert seen == [1, 1, 1, 1]
 
 
-def test_lock_that_is_held_too_long_is_an_error(tmp_path: Path) -> None:
+def test_lock_that_is_held_too_long_is_an_error(tmp_path):
     with (
         locked(tmp_path),
         pytest.raises(UsageError, match="another process"),
@@ -104,14 +102,14 @@ def test_lock_that_is_held_too_long_is_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_lock_is_free_after_an_exception(tmp_path: Path) -> None:
+def test_lock_is_free_after_an_exception(tmp_path):
     with pytest.raises(KeyError), locked(tmp_path):
         raise KeyError
     with locked(tmp_path, patience_s=0.1):
         pass
 
 
-def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(UsageError, match=r"file/folder cannot be written .*NNMPI_DATA"),

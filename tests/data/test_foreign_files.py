@@ -8,10 +8,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +27,14 @@ from nnmpi.train.metrics import read_metrics
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5_000, "{", b"\xff"])
-def test_no_text_is_worse_than_a_wrong_value(tmp_path: Path, text: str | bytes) -> None:
+def test_no_text_is_worse_than_a_wrong_value(tmp_path, text):
     file = tmp_path / "a.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError):  # noqa: PT011
         read_json(file)
 
 
-def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         for read in (read_json, read_metrics):
@@ -49,7 +47,7 @@ def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("no"), MemoryError(), BaseException("a panic of Rust's")]
 )
-def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, error: BaseException) -> None:
+def test_whatever_a_library_raises_is_a_sentence(tmp_path, error):
     (tmp_path / "a").touch()
     with (
         pytest.raises(DataError, match=r"a: damaged \("),
@@ -58,14 +56,14 @@ def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, error: BaseExce
         raise error
 
 
-def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path):
     with pytest.raises(IsADirectoryError) as raised:
         tmp_path.read_text()
     assert "cannot be used (Is a directory); give another" in str(translated(raised.value))
 
 
 @pytest.mark.parametrize("words", ["report LONG", "predict LONG x.png", "evaluate LONG"])
-def test_a_name_that_the_system_refuses_is_a_sentence(words: str) -> None:
+def test_a_name_that_the_system_refuses_is_a_sentence(words):
     command = [sys.executable, "-m", "nnmpi", *words.replace("LONG", "a" * 300).split()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "(File name too long); give a" in done.stderr
@@ -77,7 +75,7 @@ def altered(content: bytes, draw: random.Random) -> bytes:
     another kind.
     """
     if draw.random() < 0.5 and content[:1] == b"{":
-        form: Any = json.loads(content)
+        form = json.loads(content)
         place, key = form, draw.choice(list(form))
         while isinstance(place[key], dict | list) and place[key] and draw.random() < 0.7:
             place = place[key]
@@ -92,12 +90,12 @@ def altered(content: bytes, draw: random.Random) -> bytes:
     return content[:at] + draw.randbytes(draw.choice([0, 1, 4])) + content[at + many :]
 
 
-def test_altered_files_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_altered_files_are_read_or_refused_in_a_sentence(tmp_path):
     """Each kind that there is; a seed that found something new is added to the range."""
     save_pretrained(tmp_path, gpt(11, 8, 4, 1, 2).initialize().state(), 2)
     table, weights = b"a,b,label\n" + b"1,2,x\n3,4,y\n" * 5, (tmp_path / WEIGHTS).read_bytes()
     np.savez(tmp_path / "a.npz", x=np.ones((6, 2)), y=np.arange(6) % 2)
-    corpus: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+    corpus = {
         "a.npz": ((tmp_path / "a.npz").read_bytes(), lambda file: load(str(file))),
         "b.csv": (table, lambda file: load(str(file))),
         "c.csv.gz": (gzip.compress(table), lambda file: load(str(file))),

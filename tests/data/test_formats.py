@@ -42,7 +42,7 @@ def table(tmp_path: Path, text: str, **options: Any) -> Dataset:
 
 
 @pytest.mark.parametrize("header", ["", "width,height,kind\n"])
-def test_text_labels_and_optional_header(tmp_path: Path, header: str) -> None:
+def test_text_labels_and_optional_header(tmp_path, header):
     data = table(tmp_path, f"{header}1,2.5,cat\n-3e1, 4 ,ant\n\n5,6,cat\n")
     np.testing.assert_array_equal(data.x, np.array([[1, 2.5], [-30, 4], [5, 6]], np.float32))
     assert (data.x.dtype, data.y.tolist(), data.class_names) == (
@@ -60,14 +60,12 @@ def test_text_labels_and_optional_header(tmp_path: Path, header: str) -> None:
         ("007 042 10", [0, 1, 2], ("007", "042", "10")),
     ],
 )
-def test_classes_are_the_labels_sorted(
-    tmp_path: Path, labels: str, y: list[int], names: tuple[str, ...]
-) -> None:
+def test_classes_are_the_labels_sorted(tmp_path, labels, y, names):
     data = table(tmp_path, "".join(f"1,{label}\n" for label in labels.split()))
     assert (data.y.tolist(), data.class_names) == (y, names)
 
 
-def test_test_table_takes_the_classes_of_the_training_table(tmp_path: Path) -> None:
+def test_test_table_takes_the_classes_of_the_training_table(tmp_path):
     train = table(tmp_path, "1,a\n2,b\n3,1.0\n4,1\n")
     test = table(tmp_path, "5,1.0\n6,b\n", class_names=train.class_names)
     assert (test.y.tolist(), test.classes) == ([1, 3], 4)
@@ -77,7 +75,7 @@ def test_test_table_takes_the_classes_of_the_training_table(tmp_path: Path) -> N
             table(tmp_path, f"5,{label}\n", class_names=names)
 
 
-def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
+def test_quotes_windows_lines_and_byte_order_mark(tmp_path):
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf1,"a, b"\r\n2,"say ""c"""\r\n'))
     assert to_dataset(read_csv(path), "t").class_names == ("a, b", 'say "c"')
@@ -108,12 +106,12 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("1,2\n".encode("utf-16-be").decode(), "zero bytes, as UTF-16 text has"),
     ],
 )
-def test_damaged_table_names_line_and_column(tmp_path: Path, text: str, message: str) -> None:
+def test_damaged_table_names_line_and_column(tmp_path, text, message):
     with pytest.raises(DataError, match=rf"t\.csv.*{message}"):
         table(tmp_path, text)
 
 
-def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
+def test_quantities_and_unlabelled_tables(tmp_path):
     assert table(tmp_path, "1,0.5\n1,3\n", predicts="any").y.tolist() == [0.5, 3]
     assert table(tmp_path, "1,0\n1,3\n", predicts="quantities").y.dtype == np.float32
     with pytest.raises(DataError, match="line 2: the target 'x' is not a finite number"):
@@ -136,7 +134,7 @@ def pair(folder: Path, **arrays: Any) -> tuple[Dataset, Dataset]:
     return load(str(folder / "a.npz"))
 
 
-def test_arrays_become_parts(tmp_path: Path) -> None:
+def test_arrays_become_parts(tmp_path):
     train, test = pair(tmp_path, x=X, y=Y)
     assert (len(train), len(test), train.classes, train.x.dtype) == (16, 4, 4, np.float32)
     for part in (train, test):
@@ -159,7 +157,7 @@ def test_arrays_become_parts(tmp_path: Path) -> None:
     )
 
 
-def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
+def test_tokens_stay_whole_numbers(tmp_path):
     labels = TOKENS % 5 - 1
     train, test = pair(tmp_path, x=TOKENS % 7, y=labels)
     assert train.is_tokens and (train.classes, train.sample_shape, train.y.shape) == (
@@ -203,9 +201,7 @@ class Trap:
         ({"x": TOKENS, "y": np.where(TOKENS == 5, -2, TOKENS)}, "label -2 of sample 2"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(
-    tmp_path: Path, arrays: dict[str, Any], text: str
-) -> None:
+def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, text):
     with pytest.raises(DataError, match=text):
         pair(tmp_path, **arrays)
 
@@ -243,7 +239,7 @@ DIRECTORY = b"PK\x01\x02"
         lambda content: content.replace(b"y.npy", b"y.txt"),
     ],
 )
-def test_damaged_archive_is_named(tmp_path: Path, damage: Damage) -> None:
+def test_damaged_archive_is_named(tmp_path, damage):
     pair(tmp_path, x=X, y=Y)
     path = tmp_path / "a.npz"
     path.write_bytes(damage(path.read_bytes()))
@@ -251,9 +247,7 @@ def test_damaged_archive_is_named(tmp_path: Path, damage: Damage) -> None:
         load_npz(path, "a")
 
 
-def test_a_small_file_does_not_fill_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
     """Beyond a hundred times its size it is refused, by what it says of itself or while it
     unpacks.
     """
@@ -276,7 +270,7 @@ def test_a_small_file_does_not_fill_the_memory(
     assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
 
 
-def test_an_archive_within_the_archive_is_not_unpacked(tmp_path: Path) -> None:
+def test_an_archive_within_the_archive_is_not_unpacked(tmp_path):
     """The limit counts the bytes of the outer one."""
     path = archive(tmp_path, test_batch=bytes(RECORD), data_batch_1=bytes(RECORD))
     assert len(load_cifar(path, "cifar")[0]) == 1
@@ -286,9 +280,7 @@ def test_an_archive_within_the_archive_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl"])
-def test_heaps_of_nothing_end_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_heaps_of_nothing_end_early(tmp_path, monkeypatch, name):
     """Every text is read by the same lines, whatever becomes of them."""
     monkeypatch.setattr("nnmpi.base.files.BLANK_LINES", 1000)
     monkeypatch.setattr("nnmpi.base.files.LINE", 1000)
@@ -305,9 +297,7 @@ def test_heaps_of_nothing_end_early(
         read()
 
 
-def test_images_of_far_more_pixels_than_bytes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_far_more_pixels_than_bytes_are_refused(tmp_path, monkeypatch):
     """One alone by its header, and many of few bytes before they are held together."""
     images = pytest.importorskip("PIL.Image")
     monkeypatch.setattr("nnmpi.base.files.UNPACKED_BYTES", 2**16)
@@ -324,9 +314,7 @@ def test_images_of_far_more_pixels_than_bytes_are_refused(
         load_classes(tmp_path / "all", "all")
 
 
-def test_a_file_that_cannot_be_read_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     lock(tmp_path, monkeypatch)
     with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):
         load_npz(tmp_path / "a.npz", "a")
@@ -337,7 +325,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
 LABELS, IMAGES = "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"
 
 
-def test_images_and_labels_come_as_they_are(idx_folder: Path, idx_parts: dict[str, bytes]) -> None:
+def test_images_and_labels_come_as_they_are(idx_folder, idx_parts):
     _, test = load_idx(idx_folder, "made up")
     assert (test.x.shape, test.x.dtype, test.classes) == ((10, 6, 5, 1), np.uint8, 10)
     assert test.x.tobytes() == idx_parts[IMAGES][16:] and test.y.tolist() == list(range(10))
@@ -364,9 +352,7 @@ def test_images_and_labels_come_as_they_are(idx_folder: Path, idx_parts: dict[st
         (lambda good: b"<html>not found</html>", "begins with 3c 68 74 6d"),
     ],
 )
-def test_damaged_idx_is_named(
-    tmp_path: Path, idx_parts: dict[str, bytes], suffix: str, damage: Damage, text: str
-) -> None:
+def test_damaged_idx_is_named(tmp_path, idx_parts, suffix, damage, text):
     path, content = tmp_path / f"damaged{suffix}", damage(idx_parts[IMAGES])
     path.write_bytes(gzip.compress(content) if suffix else content)
     with pytest.raises(DataError, match=f"{path}.*{text}"):
@@ -383,7 +369,7 @@ def test_damaged_idx_is_named(
         lambda packed: b"plain text",
     ],
 )
-def test_damaged_gz_is_named(tmp_path: Path, idx_parts: dict[str, bytes], damage: Damage) -> None:
+def test_damaged_gz_is_named(tmp_path, idx_parts, damage):
     (tmp_path / "damaged.gz").write_bytes(damage(gzip.compress(idx_parts[IMAGES])))
     with pytest.raises(DataError, match="damaged.gz: not a complete gz file"):
         read_idx(tmp_path / "damaged.gz", 3)
@@ -399,9 +385,7 @@ def test_damaged_gz_is_named(tmp_path: Path, idx_parts: dict[str, bytes], damage
         (lambda good: good[:-1] + b"\x0a", "label 10 of sample 19 is not in 0..9"),
     ],
 )
-def test_labels_must_fit_the_images(
-    idx_folder: Path, idx_parts: dict[str, bytes], labels: Damage, text: str
-) -> None:
+def test_labels_must_fit_the_images(idx_folder, idx_parts, labels, text):
     (idx_folder / LABELS).write_bytes(labels(idx_parts[LABELS]))
     with pytest.raises(DataError, match=text):
         load_idx(idx_folder, "made up", tuple("0123456789"))
@@ -418,7 +402,7 @@ def records(labels: list[int], seed: int = 0) -> bytes:
 
 
 @pytest.fixture
-def cifar(tmp_path: Path) -> Path:
+def cifar(tmp_path):
     (tmp_path / "data_batch_1.bin").write_bytes(records([1, 2, 3], 1))
     (tmp_path / "data_batch_1.bin.gz").write_bytes(b"never read")
     (tmp_path / "data_batch_2.bin.gz").write_bytes(gzip.compress(records([4, 5], 2)))
@@ -437,7 +421,7 @@ def archive(folder: Path, **members: bytes) -> Path:
     return path
 
 
-def test_planes_become_channels_and_batches_come_by_their_numbers(cifar: Path) -> None:
+def test_planes_become_channels_and_batches_come_by_their_numbers(cifar):
     train, test = load_cifar(cifar, "cifar10")
     assert (train.x.shape, test.x.shape, train.x.dtype) == (
         (6, 32, 32, 3),
@@ -451,9 +435,7 @@ def test_planes_become_channels_and_batches_come_by_their_numbers(cifar: Path) -
         assert train.x[image, row, column, channel] == content[place]
 
 
-def test_archive_gives_the_same_as_the_folder(
-    cifar: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_archive_gives_the_same_as_the_folder(cifar, tmp_path_factory):
     batches = {
         "data_batch_10": records([7]),
         "data_batch_2": records([4, 5], 2),
@@ -489,7 +471,7 @@ def test_archive_gives_the_same_as_the_folder(
         ),
     ],
 )
-def test_damaged_batch_is_named(cifar: Path, name: str, content: bytes, text: str) -> None:
+def test_damaged_batch_is_named(cifar, name, content, text):
     (cifar / name).write_bytes(content)
     with pytest.raises(DataError, match=text):
         load_cifar(cifar, "cifar10")
@@ -503,7 +485,7 @@ def test_damaged_batch_is_named(cifar: Path, name: str, content: bytes, text: st
         lambda content: altered(content, len(content) // 2, content[len(content) // 2] ^ 1),
     ],
 )
-def test_damaged_cifar_archive_is_named(tmp_path: Path, damage: Damage) -> None:
+def test_damaged_cifar_archive_is_named(tmp_path, damage):
     path = archive(tmp_path, data_batch_1=records([1] * 9), test_batch=records([2]))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"tar\.gz: (not a complete|the file is empty)"):
@@ -513,7 +495,7 @@ def test_damaged_cifar_archive_is_named(tmp_path: Path, damage: Damage) -> None:
 
 
 # ---------------------------------------------------------------- folders of images
-def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]) -> None:
+def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]):
     """Save images of one brightness each, by class."""
     images = pytest.importorskip("PIL.Image")
     for name, value in classes.items():
@@ -522,7 +504,7 @@ def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]) -> None
             images.fromarray(np.full(shape, value + i, np.uint8)).save(folder / name / f"{i}.png")
 
 
-def test_a_folder_for_each_class(tmp_path: Path) -> None:
+def test_a_folder_for_each_class(tmp_path):
     """Split by seed, or with a test part, of which a class may be missing; colour and the median
     size are kept.
     """
@@ -552,7 +534,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         load(str(tmp_path / "plain"))
 
 
-def test_images_of_16_bits_keep_their_values(tmp_path: Path) -> None:
+def test_images_of_16_bits_keep_their_values(tmp_path):
     """Pillow alone makes everything above 255 white."""
     images = pytest.importorskip("PIL.Image")
     for name, value in {"dim": 2570, "bright": 65535}.items():
@@ -572,7 +554,7 @@ def test_images_of_16_bits_keep_their_values(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_every_folder_beside_classes_is_one_or_is_named(tmp_path: Path) -> None:
+def test_every_folder_beside_classes_is_one_or_is_named(tmp_path):
     drawn(tmp_path, {"cat": 10, "dog": 200, ".cache": 1, "__MACOSX": 1}, (4, 4))
     assert load(str(tmp_path))[0].class_names == ("cat", "dog")
     (tmp_path / "owl/more").mkdir(parents=True)
@@ -581,13 +563,13 @@ def test_every_folder_beside_classes_is_one_or_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Test", "valid", "Validation", "eval", "dev", "holdout"])
-def test_a_held_out_part_has_any_usual_name(name: str, tmp_path: Path) -> None:
+def test_a_held_out_part_has_any_usual_name(name, tmp_path):
     drawn(tmp_path / "Train", {"cat": 10, "dog": 200}, (4, 4))
     drawn(tmp_path / name, {"cat": 10, "dog": 200}, (4, 4))
     assert [len(part) for part in load(str(tmp_path))] == [6, 6]
 
 
-def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path: Path) -> None:
+def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     """A part under a strange name, formats and folders that are not read, several images in a
     file; transparent pixels are white, whatever colour they hide.
     """
@@ -618,7 +600,7 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path: Pat
         load(str(tmp_path))
 
 
-def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
+def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path):
     """A held-out part is not passed over for a fifth of train; other names are listed."""
     for names in ("X_train y_train X_test y_test", "x_training y_training x_val y_val"):
         parts = dict(zip(names.split(), (X, Y, X[:7], Y[:7]), strict=True))
@@ -643,7 +625,7 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
     assert [len(part) for part in load(str(tmp_path / "tables"))] == [30, 5]
 
 
-def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path):
     """As features are; in tables and arrays."""
     file, y = tmp_path / "t.csv", 1e6 + 0.01 * np.arange(40)
     file.write_text("a,y\n" + "".join(f"{i},{value:.6f}\n" for i, value in enumerate(y)))

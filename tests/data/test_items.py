@@ -16,7 +16,7 @@ X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3
 
 
-def assert_same(*batches: Any) -> None:
+def assert_same(*batches: Any):
     for field in ("x", "y"):
         np.testing.assert_array_equal(*(getattr(batch, field) for batch in batches))
 
@@ -24,7 +24,7 @@ def assert_same(*batches: Any) -> None:
 class Counted:
     """A map-style data set, which counts how often an item is read."""
 
-    def __init__(self, item: Callable[[int], Any]) -> None:
+    def __init__(self, item: Callable[[int], Any]):
         self.item, self.read = item, [0] * 7
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Counted:
 class Frame:
     """What pandas' and polars' DataFrames have in common."""
 
-    def __init__(self, table: dict[str, Any]) -> None:
+    def __init__(self, table: dict[str, Any]):
         self.table = table
 
     @property
@@ -74,13 +74,13 @@ TABLE = {"a": X[:, 0], "b": X[:, 1], "kind": Y}
         lambda i: {"a": X[i, 0], "target": Y[i], "b": X[i, 1]},
     ],
 )
-def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int], Any]) -> None:
+def test_batches_are_those_of_a_data_set_of_the_same_samples(item):
     """On each of three ranks, one of which has none of the last batch; each item of a batch is read
     once.
     """
     source = Counted(item)
     for rank in range(3):
-        options: dict[str, Any] = {"rank": rank, "world": 3, "seed": 4}
+        options = {"rank": rank, "world": 3, "seed": 4}
         result, made = Loader(source, 5, **options), Loader(Dataset("d", X, Y, 3), 5, **options)
         next(result.epoch(0))
         source.read = [0] * 7
@@ -98,12 +98,12 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
     )
 
 
-def test_ignored_labels_of_items_do_not_count() -> None:
+def test_ignored_labels_of_items_do_not_count():
     """Nor in microbatches: a batch's targets are those of a data set of the same arrays."""
     x, y = np.arange(28, dtype="uint32").reshape(7, 4), np.arange(28).reshape(7, 4)
     y[1, 2:] = y[4] = IGNORED
     for rank in range(2):
-        options: dict[str, Any] = {"rank": rank, "world": 2, "microbatches": 2}
+        options = {"rank": rank, "world": 2, "microbatches": 2}
         loaders = (
             Loader(source, 5, **options)
             for source in ([*zip(x, y, strict=True)], Dataset("d", x, y, 28))
@@ -112,20 +112,20 @@ def test_ignored_labels_of_items_do_not_count() -> None:
             assert ours.targets == theirs.targets and ours.own_targets == theirs.own_targets
 
 
-def test_hugging_faces_tokens_are_tokens() -> None:
+def test_hugging_faces_tokens_are_tokens():
     """Also with one label for all of them: they were quantities, whose embedding is refused."""
     batch = next(Loader([{"input_ids": [5, 2, 7], "label": 1}] * 2, 2).epoch(0))
     assert batch.x.dtype == np.int64 and batch.x.tolist() == [[5, 2, 7]] * 2
 
 
-def test_bytes_are_images_and_floats_are_targets() -> None:
+def test_bytes_are_images_and_floats_are_targets():
     batch = next(Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2).epoch(0))
     assert batch.x.shape == (2, 4, 3, 1) and batch.x[0, 0, 0, 0] == pytest.approx(0.2)
     assert batch.y.dtype == np.float32 and batch.global_targets == 2
 
 
 @pytest.mark.parametrize("library", ["", "pandas", "polars"])
-def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
+def test_a_table_is_its_features_and_its_last_column(library):
     table = Frame(TABLE) if not library else pytest.importorskip(library).DataFrame(TABLE)
     result = Loader(table, 3).dataset
     assert isinstance(result, Dataset) and (result.columns, result.classes) == (("a", "b"), 3)
@@ -140,7 +140,7 @@ class Categories(list[str]):
 
 
 @pytest.mark.parametrize("kind", [list, Categories])
-def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> None:
+def test_two_tables_number_their_classes_alike(kind):
     """Also if one of them has fewer: a test table's class 2 was its second one, 1."""
     names = ["red", "blue", "green", "red"] if kind is Categories else [2, 0, 1, 2]
     train, test = (
@@ -192,12 +192,12 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
         (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],
 )
-def test_what_gives_no_samples_is_refused(source: Any, sentence: str) -> None:
+def test_what_gives_no_samples_is_refused(source, sentence):
     with pytest.raises((DataError, UsageError), match=sentence):
         next(Loader(source, 2).epoch(0))
 
 
-def test_pytorchs_data_sets_and_loaders() -> None:
+def test_pytorchs_data_sets_and_loaders():
     torch = pytest.importorskip("torch")
     source = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     for ours, theirs in zip(Loader(source, 3), Loader(Dataset("d", X, Y, 3), 3), strict=True):
@@ -205,7 +205,7 @@ def test_pytorchs_data_sets_and_loaders() -> None:
 
 
 @pytest.mark.parametrize("label", [None, float("nan"), "", "NaN"])
-def test_a_row_without_a_label_is_no_class(label: Any) -> None:
+def test_a_row_without_a_label_is_no_class(label):
     frame = Frame({"a": [1.0, 2.0, 3.0], "b": ["u", label, "v"]})
     with pytest.raises(DataError, match=r"the label in row 2 is missing; .*subset=\['b'\]"):
         Loader(frame, 3)
@@ -244,9 +244,7 @@ class Rows(Dataset):
     ],
     ids=["item", "label", "transform", "samples"],
 )
-def test_a_stop_iteration_is_no_end_of_the_data(
-    source: Any, transform: Any, text: str, workers: int
-) -> None:
+def test_a_stop_iteration_is_no_end_of_the_data(source, transform, text, workers):
     """An iterator that is used up within an item ended the epoch, with nothing said."""
     loader = Loader(source, 3, shuffle=False, transform=transform, workers=workers)
     for batches in (loader, loader.epoch(0)):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ def is_waiting(thread: threading.Thread) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 1, 5])
 @pytest.mark.parametrize("ahead", [1, 50])
-def test_items_come_in_order(workers: int, ahead: int) -> None:
+def test_items_come_in_order(workers, ahead):
     def make(i: int) -> int:
         time.sleep(0.001 * (i % 3))  # later items are often ready before earlier ones
         return i * i
@@ -39,13 +38,13 @@ def test_items_come_in_order(workers: int, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_to_make(workers: int) -> None:
+def test_nothing_to_make(workers):
     assert list(Prefetch(lambda i: i, range(0), workers=workers)) == []
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 4), (3, 2)])
-def test_no_more_than_ahead_items_wait(workers: int, ahead: int) -> None:
-    begun: list[int] = []
+def test_no_more_than_ahead_items_wait(workers, ahead):
+    begun = []
     with Prefetch(lambda i: begun.append(i), range(100), workers=workers, ahead=ahead) as items:
         for taken in range(5):
             deadline = time.monotonic() + 10
@@ -57,7 +56,7 @@ def test_no_more_than_ahead_items_wait(workers: int, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_exception_comes_at_its_item_and_ends_the_threads(workers: int) -> None:
+def test_exception_comes_at_its_item_and_ends_the_threads(workers):
     def make(i: int) -> int:
         if i == 5:
             raise KeyError("five")
@@ -72,7 +71,7 @@ def test_exception_comes_at_its_item_and_ends_the_threads(workers: int) -> None:
         next(items)
 
 
-def test_close_stops_threads_and_iteration() -> None:
+def test_close_stops_threads_and_iteration():
     items = numbers()
     assert [item for item, _ in zip(items, range(3), strict=False)] == [0, 1, 2]
     assert len(prefetch_threads()) == 2
@@ -88,9 +87,9 @@ def test_close_stops_threads_and_iteration() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_items_are_sent_in_order_and_an_error_waits_for_its_turn(workers: int) -> None:
+def test_items_are_sent_in_order_and_an_error_waits_for_its_turn(workers):
     """A made item is sent before the one ahead of it is returned, if threads make it."""
-    log: list[Any] = []
+    log = []
 
     def make(i: int) -> int:
         if i == 5:
@@ -122,7 +121,7 @@ def test_items_are_sent_in_order_and_an_error_waits_for_its_turn(workers: int) -
         assert log.index(4) < log.index("3 arrives")
 
 
-def test_close_does_not_wait_for_an_item_that_hangs() -> None:
+def test_close_does_not_wait_for_an_item_that_hangs():
     begun, go = threading.Event(), threading.Event()
     items = Prefetch(lambda i: begun.set() or go.wait(20), range(100))
     begun.wait(10)
@@ -132,17 +131,17 @@ def test_close_does_not_wait_for_an_item_that_hangs() -> None:
     go.set()
 
 
-def test_forgotten_iterator_stops_its_threads() -> None:
-    def forget() -> None:
+def test_forgotten_iterator_stops_its_threads():
+    def forget():
         items = numbers()
         next(items)
         loop = [items]
-        loop.append(loop)  # type: ignore[arg-type]  # only the collector finds this
+        loop.append(loop)  # only the collector finds this
 
     forget()
 
 
-def test_interrupt_while_waiting_stops_everything() -> None:
+def test_interrupt_while_waiting_stops_everything():
     begun, interrupted = threading.Event(), threading.Event()
 
     def make(i: int) -> int:
@@ -150,7 +149,7 @@ def test_interrupt_while_waiting_stops_everything() -> None:
         interrupted.wait(10)
         return i
 
-    def interrupt() -> None:
+    def interrupt():
         begun.wait(10)
         while not is_waiting(threading.main_thread()):
             time.sleep(0.01)
@@ -165,7 +164,7 @@ def test_interrupt_while_waiting_stops_everything() -> None:
     thread.join(10)
 
 
-def test_open_iterator_does_not_keep_the_interpreter_alive() -> None:
+def test_open_iterator_does_not_keep_the_interpreter_alive():
     program = (
         "from nnmpi.data.loader import Prefetch\n"
         "items = Prefetch(lambda i: bytes(1000), range(10**9), workers=3)\n"

@@ -36,7 +36,7 @@ def other(
     return read_csv(write(folder, lines, "o.csv"), rules, labelled)
 
 
-def refused(folder: Path, match: str, lines: Sequence[str], **options: Any) -> None:
+def refused(folder: Path, match: str, lines: Sequence[str], **options: Any):
     with pytest.raises(DataError, match=match):
         full(folder, lines, **options)
 
@@ -71,13 +71,11 @@ def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[
         (";", ["5,99 EUR", "1.000 EUR", "12 EUR"], [5.99, 1000, 12]),
     ],
 )
-def test_a_file_has_one_decimal_mark(
-    tmp_path: Path, separator: str, cells: list[str], values: list[float]
-) -> None:
+def test_a_file_has_one_decimal_mark(tmp_path, separator, cells, values):
     assert full(tmp_path, column(cells, separator)).x[:, 0].tolist() == pytest.approx(values)
 
 
-def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path: Path) -> None:
+def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path):
     """No text, no dropped column, no date; one typing error is refused by its line."""
     assert full(tmp_path, column(["1,5", "2,5"], ";", "v.x")).x[0, 0] == 1.5
     refused(tmp_path, "'0,5' is no number", column(["0,5", "1,5"], ";"), decimal=".")
@@ -101,7 +99,7 @@ def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path: Path) -> None:
     assert full(tmp_path, motors).columns == ("m=1.0 TDI", "m=1.1 TDI", "m=1.2 TDI", "v")
 
 
-def test_another_table_has_a_mark_of_its_own(tmp_path: Path) -> None:
+def test_another_table_has_a_mark_of_its_own(tmp_path):
     """The training table's decides only if it shows none; an earlier run's has none."""
     lines = column(["1,5", "2,5", "1,250"], ";")
     data = full(tmp_path, lines)
@@ -129,14 +127,14 @@ def test_another_table_has_a_mark_of_its_own(tmp_path: Path) -> None:
     ["5a 10b 7c", "1A 8F 2B", "2019Q1 2018Q4", "1920x1080 1366x768", "2:1 0:0 3:2", "Jan-05"]
     + ["5km 6km 7", "1st 2nd 3rd", "18-25 26-40 41-65", "Q1 Q2 Q3"],
 )
-def test_codes_are_texts(tmp_path: Path, cells: str) -> None:
+def test_codes_are_texts(tmp_path, cells):
     texts = cells.split()
     data = full(tmp_path, column([texts[i % len(texts)] for i in range(40)]))
     assert data.encoding[0].values == tuple(sorted(texts))
     assert data.notes == (f"a feature for each text of v ({len(texts)})",)
 
 
-def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) -> None:
+def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path):
     for separator in ";\t":
         lines = column(["1.000", "12.500", "7"], separator)
         refused(tmp_path, r"line 2, column 1: '1.000' is 1 or 1000; .*decimal='.' or dec", lines)
@@ -149,14 +147,14 @@ def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) ->
         full(tmp_path, column(["1"]), decimal="x")
 
 
-def test_what_may_be_a_list_or_a_number_is_refused(tmp_path: Path) -> None:
+def test_what_may_be_a_list_or_a_number_is_refused(tmp_path):
     cells = [f"{100 + i} {200 + i}" for i in range(9)]
     refused(tmp_path, "'100 200' in column 'v' may be a list or one number; wri", column(cells))
     assert full(tmp_path, column(["0 12", *cells])).columns == ("v 1", "v 2", "w")
 
 
 @pytest.mark.parametrize("form", ["{}", ".{}", "-.{}", "2.{}e-05", "1,{}"])
-def test_numbers_are_no_units(tmp_path: Path, form: str) -> None:
+def test_numbers_are_no_units(tmp_path, form):
     """Neither their exponents nor what begins with the mark; as target and as feature."""
     cells = [form.format(100 + i) for i in range(30)]
     lines = ["a;y", *(f"{cell};{cell}" for cell in cells)]
@@ -172,7 +170,7 @@ def test_numbers_are_no_units(tmp_path: Path, form: str) -> None:
     )
 
 
-def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path: Path) -> None:
+def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path):
     lines = ["a;price", "1,5;1.000,25", "2,5;3"]
     data = to_dataset(read_csv(write(tmp_path, lines)), "t", predicts="quantities")
     assert data.y.tolist() == [1000.25, 3]
@@ -189,7 +187,7 @@ def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path: Path) 
 @pytest.mark.parametrize(
     "form", ["{}%", "${}.99", "-${}", "{} km", "{}kg", "EUR {}", "{} m2", "€{}", "{} °C"]
 )
-def test_a_unit_is_read_or_said(tmp_path: Path, form: str) -> None:
+def test_a_unit_is_read_or_said(tmp_path, form):
     cells = [form.format(i) for i in range(60)]
     data = full(tmp_path, column(cells))
     assert data.sample_shape == (2,)
@@ -200,7 +198,7 @@ def test_a_unit_is_read_or_said(tmp_path: Path, form: str) -> None:
     refused(tmp_path, "line 32.*'30' is no number with", column(cells))
 
 
-def test_two_units_and_two_forms_of_dates_are_refused(tmp_path: Path) -> None:
+def test_two_units_and_two_forms_of_dates_are_refused(tmp_path):
     refused(
         tmp_path,
         "line 2, column 1.*'0 mi' is no number with 'km', as oth",
@@ -217,7 +215,7 @@ def test_two_units_and_two_forms_of_dates_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["2024-02-30", "unknown", "03/04/2024", "12"])
-def test_an_odd_date_is_refused_by_its_line(tmp_path: Path, odd: str) -> None:
+def test_an_odd_date_is_refused_by_its_line(tmp_path, odd):
     cells = [f"2024-02-{i % 28 + 1:02}" for i in range(100)]
     assert full(tmp_path, column(cells)).sample_shape == (2,)
     cells[7] = odd
@@ -238,7 +236,7 @@ def test_an_odd_date_is_refused_by_its_line(tmp_path: Path, odd: str) -> None:
         ("3/1/2024", "3/31/2024", 30),
     ],
 )
-def test_forms_of_dates(tmp_path: Path, first: str, second: str, days: float) -> None:
+def test_forms_of_dates(tmp_path, first, second, days):
     x = full(tmp_path, column([f'"{first}"', f'"{second}"'])).x
     assert x[1, 0] - x[0, 0] == pytest.approx(days, abs=1e-3)
 
@@ -246,7 +244,7 @@ def test_forms_of_dates(tmp_path: Path, first: str, second: str, days: float) ->
 # ---- the first row, and names ----
 
 
-def test_a_first_row_of_texts_that_occur_below_is_a_row(tmp_path: Path) -> None:
+def test_a_first_row_of_texts_that_occur_below_is_a_row(tmp_path):
     draw = np.random.default_rng(0)
     rows = [",".join(draw.choice([*"xob"], 5)) + f",{'pn'[i % 2]}" for i in range(50)]
     data = full(tmp_path, rows)
@@ -259,7 +257,7 @@ def test_a_first_row_of_texts_that_occur_below_is_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begin", [0, 1])
-def test_numbers_behind_an_index_without_a_name_are_names(tmp_path: Path, begin: int) -> None:
+def test_numbers_behind_an_index_without_a_name_are_names(tmp_path, begin):
     """As pandas writes an array, and R a matrix."""
     header = ",".join(["", *(str(begin + k) for k in range(4))])
     rows = [f"{begin + i},{i * 7 % 5},{i},{i + 1},{i % 2}" for i in range(12)]
@@ -267,7 +265,7 @@ def test_numbers_behind_an_index_without_a_name_are_names(tmp_path: Path, begin:
     assert (len(data), data.class_names, data.sample_shape) == (12, ("0", "1"), (3,))
 
 
-def test_a_number_of_a_column_is_no_name(tmp_path: Path) -> None:
+def test_a_number_of_a_column_is_no_name(tmp_path):
     data = full(tmp_path, ["1,5,2,x", "3,6,4,y", "5,7,6,x"], target="4", drop=("2",))
     assert data.x.tolist() == [[1, 2], [3, 4], [5, 6]]
     named = full(tmp_path, ["a,b,k", "c,d,x", "a,b,y"], target="k")
@@ -277,7 +275,7 @@ def test_a_number_of_a_column_is_no_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "header", ["2019,2020,2021,c", "2019,2020,c", "land,2019,2020,c", "2019,2021,2030,c"]
 )
-def test_years_are_names(tmp_path: Path, header: str) -> None:
+def test_years_are_names(tmp_path, header):
     width = header.count(",")
     rows = [",".join(f"{i * 3 + k}.5" for k in range(width)) + f",{'xy'[i % 2]}" for i in range(8)]
     data = full(tmp_path, [header, *rows])
@@ -306,7 +304,7 @@ def test_years_are_names(tmp_path: Path, header: str) -> None:
         "land,2019,2020,grow l{k},{y},3,{j}",
     ],
 )
-def test_names_may_be_numbers_or_a_class(tmp_path: Path, table: str) -> None:
+def test_names_may_be_numbers_or_a_class(tmp_path, table):
     header, row = table.split()
     rows = [
         row.format(i=i, k=i % 5, j=i % 2, y=1900 + i, c="ab"[i % 2], p=["play", "stay"][i % 2])
@@ -317,7 +315,7 @@ def test_names_may_be_numbers_or_a_class(tmp_path: Path, table: str) -> None:
     assert len(data) == 40 and data.target in header and not data.target.isdecimal()
 
 
-def test_booleans_are_one_class_in_any_capitals(tmp_path: Path) -> None:
+def test_booleans_are_one_class_in_any_capitals(tmp_path):
     lines = ["a,k", *(f"{i % 5},{['True', 'TRUE', 'False', 'true'][i % 4]}" for i in range(20))]
     data = full(tmp_path, lines)
     assert (data.class_names, data.y[:4].tolist()) == (("False", "TRUE"), [1, 1, 0, 1])
@@ -329,7 +327,7 @@ def test_booleans_are_one_class_in_any_capitals(tmp_path: Path) -> None:
         to_dataset(ones, "t", ("no", "yes"))
 
 
-def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path: Path) -> None:
+def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path):
     """Kaggle's Titanic: 113803 beside A/5 21171; a cabin for few, and nearly each its own."""
     rows = [
         f"{'PC ' * (i % 4 == 0)}{1000 + i},n{i},{f'C{i}' * (i % 5 == 0)},{i % 7},{i % 2}"
@@ -348,7 +346,7 @@ def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path: Path) -> None:
     refused(tmp_path, "line 9, .*'7\\?' is no number, as", ["a,k", *odd])
 
 
-def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -> None:
+def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path):
     lines = ["city,kind,y", *(f"{'ab'[i % 2]},{'cde'[i % 3]},{i % 2}" for i in range(30))]
     for table in (lines, lines[1:]):
         data, rows = full(tmp_path, table), ["x,c", "a,z", "q,e"]
@@ -373,7 +371,7 @@ def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("third", ["\t\tclass", "\t\tclass meta=1", "", "m\t\tc"])
-def test_oranges_header_lines_are_no_samples(tmp_path: Path, third: str) -> None:
+def test_oranges_header_lines_are_no_samples(tmp_path, third):
     lines = ["age\tsex\twon", "continuous\tm f\tdiscrete", third]
     lines += [f"{20 + i}\t{'mf'[i % 2]}\t{'ny'[i % 3 == 0]}" for i in range(12)]
     data = full(tmp_path, lines, "t.tab")
@@ -390,7 +388,7 @@ def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options
     return other(folder, lines, full(folder, TRAIN), labelled, **options)
 
 
-def test_columns_are_found_by_their_names_in_any_capitals(tmp_path: Path) -> None:
+def test_columns_are_found_by_their_names_in_any_capitals(tmp_path):
     for header, row in (("w,H", "1,2"), ("Y,w,H", "s,1,2"), ("more,W,h", "q,1,2")):
         assert second(tmp_path, [header, row]).features.tolist() == [[2, 1]]
     bare = second(tmp_path, ["2,1", "3,4"])
@@ -401,7 +399,7 @@ def test_columns_are_found_by_their_names_in_any_capitals(tmp_path: Path) -> Non
             second(tmp_path, [header, "1,2", "3,4"])
 
 
-def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path: Path) -> None:
+def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path):
     write(tmp_path, ["y,a,b", "0,1,red", "1,,blue", "0,5,red"], "train.csv")
     write(tmp_path, ["B,A,Y", "red,,1"], "test.csv")
     train, test = load(str(tmp_path), target="y")
@@ -412,7 +410,7 @@ def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path: Path)
         load(str(tmp_path), target="y")
 
 
-def test_a_table_without_the_label_has_none(tmp_path: Path) -> None:
+def test_a_table_without_the_label_has_none(tmp_path):
     with pytest.raises(DataError, match="each column is a feature of the model, so none is the"):
         second(tmp_path, ["h,W", "1,2"], labelled=True)
     with pytest.raises(DataError, match="each column is a feature of the model"):
@@ -425,7 +423,7 @@ def test_a_table_without_the_label_has_none(tmp_path: Path) -> None:
 # ---- tables in memory ----
 
 
-def test_a_table_in_memory_is_read_as_a_file_is(tmp_path: Path) -> None:
+def test_a_table_in_memory_is_read_as_a_file_is(tmp_path):
     lines = ["age,sex,seen,k", "31,f,2024-03-01,a", "33,m,2024-03-02,b", "35,f,,a"]
     encoding = full(tmp_path, lines).encoding
     rules = TableRules(encoding=encoding)
@@ -450,7 +448,7 @@ def test_a_table_in_memory_is_read_as_a_file_is(tmp_path: Path) -> None:
 # ---- labels and missing cells ----
 
 
-def test_labels_that_are_no_classes_are_refused_or_said(tmp_path: Path) -> None:
+def test_labels_that_are_no_classes_are_refused_or_said(tmp_path):
     lines = ["a,k", *(f"{i % 3},{100 + i}" for i in range(16))]
     refused(tmp_path, "16 different labels in 16 rows.*predicts='quantities'", lines)
     stamps = ["a,k", *(f"{i % 3},{1_700_000_000 + i // 3}" for i in range(4000))]
@@ -475,7 +473,7 @@ def test_labels_that_are_no_classes_are_refused_or_said(tmp_path: Path) -> None:
         Dataset("d", np.ones((2, 3), "f4"), np.array([[0, -100], [1, 0]]), 5)
 
 
-def test_missing_cells_become_what_the_training_rows_say(tmp_path: Path) -> None:
+def test_missing_cells_become_what_the_training_rows_say(tmp_path):
     lines = ["a,k", *(f"{'' if i % 5 == 0 else i},{'xy'[i % 2]}" for i in range(40))]
     train, _ = load(str(write(tmp_path, lines)), seed=3)
     known = [i for i in split_indices(40, 0.2, 3)[0] if i % 5]
@@ -485,7 +483,7 @@ def test_missing_cells_become_what_the_training_rows_say(tmp_path: Path) -> None
 # ---- words and other files ----
 
 
-def test_words_of_scripts_without_spaces_are_pairs(tmp_path: Path) -> None:
+def test_words_of_scripts_without_spaces_are_pairs(tmp_path):
     assert split_words("好看的电影 Good") == {"好看", "看的", "的电", "电影", "good"}
     assert split_words("の") == {"の"}
     assert split_words("हिन्दी में, é") == {"हिन्दी", "में", "é"}
@@ -504,7 +502,7 @@ def test_words_of_scripts_without_spaces_are_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "suffix", [*sorted({*READERS} - {"jsonl"}), "csv.bz2", "csv.zip", "dat", "tar.xz", "fits"]
 )
-def test_other_files_are_refused_with_the_code_that_reads_them(tmp_path: Path, suffix: str) -> None:
+def test_other_files_are_refused_with_the_code_that_reads_them(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(b"PAR1")
     with pytest.raises(

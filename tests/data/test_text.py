@@ -4,7 +4,7 @@ kind.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,13 @@ LINES = [
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tokens"
 
 
 @pytest.fixture
-def txt(tmp_path: Path) -> Path:
+def txt(tmp_path):
     return write(tmp_path / "play.txt", "\n".join(LINES) + "\n")
 
 
@@ -61,7 +61,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def loaded(path: Path, context: int, **options: object) -> tuple[Text, Text]:
-    source = TextSource(str(path), **options)  # type: ignore[arg-type]
+    source = TextSource(str(path), **options)
     prepare_tokens(source)
     return load_text(source, context, seed=3, test_fraction=0.3)
 
@@ -83,7 +83,7 @@ def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("context", [3, 7, 40])
-def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) -> None:
+def test_blocks_predict_every_token_but_the_first_once(txt, context):
     full = "\n".join(LINES) + "\n"
     train, test = loaded(txt, context) if context < 40 else loaded(txt, 20)
     text = ""
@@ -99,7 +99,7 @@ def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) 
     assert text == full + "#"
 
 
-def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
+def test_documents_are_dealt_to_training_and_test(tmp_path):
     rows = [
         {"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3}
         for i in range(11)
@@ -119,7 +119,7 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+def test_a_table_gives_the_columns_that_are_asked_for(tmp_path):
     path = write(tmp_path / "t.csv", 'a,b,c\n1,"x, ""y""\n\nz",é\n\n2,w,ü\n')
     assert list(read_documents(path, ("c", "b"))) == [('é\nx, "y"\n\nz', True), ("ü\nw", True)]
     for column in ("d", "b"):
@@ -131,7 +131,7 @@ def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
             list(read_documents(path, (column,)))
 
 
-def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
+def test_sentences_are_as_long_as_the_longest_of_their_batch(txt):
     train, test = loaded(txt, 10, sentences=True)
     seen = []
     for part in (train, test):
@@ -149,7 +149,7 @@ def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
     assert result == sorted(expected)
 
 
-def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
+def test_every_rank_pads_alike_and_knows_all_tokens(txt):
     train, _ = loaded(txt, 30, sentences=True)
     parts = [
         list(Loader(train, 5, rank=rank, world=3, microbatches=2, workers=0).epoch(1))
@@ -161,7 +161,7 @@ def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
         assert sum(batch.own_targets for batch in batches) == batches[0].global_targets
 
 
-def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> None:
+def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 40, 203)
     path = write(tmp_path / "many.txt", "\n".join("a" * length for length in lengths))
     train, _ = loaded(path, 50, sentences=True, tokenizer="bytes")
@@ -180,7 +180,7 @@ def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> N
     assert sorted(by_length(one_more, one_more, 1, 0, 0)) == list(one_more)
 
 
-def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Path) -> None:
+def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt, cache):
     folders = {
         prepare_tokens(TextSource(txt, kind, (), lines))
         for kind in ("bytes", "characters")
@@ -195,9 +195,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
     assert prepare_tokens(TextSource(txt, "bytes")) not in folders
 
 
-def test_a_corpus_is_read_in_pieces_that_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("nnmpi.data.text.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
@@ -211,7 +209,7 @@ def test_a_corpus_is_read_in_pieces_that_lose_nothing(
     assert lines == [line for line in text.replace("\r", "").split("\n") if line]
 
 
-def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path) -> None:
+def test_nothing_is_left_of_tokens_that_could_not_be_made(txt, cache):
     path = write(txt.parent / "rows.jsonl", '{"text": "good"}\n{"text": " "}\n')
     with pytest.raises(
         DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"
@@ -220,7 +218,7 @@ def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path
     assert [item.name for item in cache.iterdir()] == [".lock"]
 
 
-def test_damaged_tokens_are_named(txt: Path) -> None:
+def test_damaged_tokens_are_named(txt):
     source = TextSource(txt)
     for name, content in ((texts.TOKENS, b"ab"), (texts.ENDS, b"")):
         (prepare_tokens(source) / name).write_bytes(content)
@@ -250,15 +248,13 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
         ("a.txt.gz", b"not gz", (), "not a complete gz file"),
     ],
 )
-def test_what_is_wrong_with_a_text_is_said(
-    tmp_path: Path, name: str, content: bytes, columns: tuple[str, ...], sentence: str
-) -> None:
+def test_what_is_wrong_with_a_text_is_said(tmp_path, name, content, columns, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(NnmpiError, match=sentence):
         prepare_tokens(TextSource(tmp_path / name, "bytes", columns))
 
 
-def test_a_text_that_is_shorter_than_a_block_is_refused(txt: Path) -> None:
+def test_a_text_that_is_shorter_than_a_block_is_refused(txt):
     with pytest.raises(
         DataError,
         match="the test part has 26 tokens, but a context of 27 and .* need 28; give a smaller",
@@ -266,15 +262,13 @@ def test_a_text_that_is_shorter_than_a_block_is_refused(txt: Path) -> None:
         loaded(txt, 27)
 
 
-def test_a_text_that_may_not_be_read_is_not_called_damaged(
-    txt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_may_not_be_read_is_not_called_damaged(txt, monkeypatch):
     lock(txt.parent, monkeypatch)
     with pytest.raises(DataError, match=r"play\.txt: cannot be read"):
         prepare_tokens(TextSource(txt))
 
 
-def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
+def test_texts_are_told_from_tables_of_numbers(tmp_path):
     assert find_text("iris") is None and find_text(str(tmp_path / "a.csv")) is None
     bundled = find_text("paradise-lost")
     assert bundled is not None and bundled.read_text().startswith("PARADISE LOST\nBOOK I.\n")
@@ -287,21 +281,17 @@ def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
-def test_tokens_are_numbers_of_few_bytes(
-    txt: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: type[np.generic]
-) -> None:
+def test_tokens_are_numbers_of_few_bytes(txt, monkeypatch, size, kind):
     monkeypatch.setattr("nnmpi.data.tokenizer.ByteTokenizer.vocabulary_size", size)
     tokens = np.fromfile(prepare_tokens(TextSource(txt, "bytes")) / texts.TOKENS, kind)
     assert bytes(tokens[:-1].astype(np.uint8)) == txt.read_bytes() and tokens[-1] == 256
 
 
-def test_of_many_that_want_the_same_tokens_one_makes_them(
-    txt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Path] = []
+def test_of_many_that_want_the_same_tokens_one_makes_them(txt, monkeypatch):
+    made = []
     write_once = texts._fill
 
-    def slow(source: TextSource, folder: Path) -> None:
+    def slow(source: TextSource, folder: Path):
         made.append(folder)
         time.sleep(0.05)
         write_once(source, folder)
@@ -319,7 +309,7 @@ TEXT = "Grüße, 世界! 🙂\n\ttabs  and  spaces"
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Path:
+def pairs(tmp_path):
     """GPT-2's files, with all bytes and three merges."""
     library = pytest.importorskip("tokenizers")
     letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
@@ -337,7 +327,7 @@ def tokenizers(pairs: Path) -> list[Tokenizer]:
     return [ByteTokenizer(), CharacterTokenizer(TEXT), load_tokenizer(pairs)]
 
 
-def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
+def test_a_text_comes_back(pairs, tmp_path):
     """And the library reads what is saved."""
     library = pytest.importorskip("tokenizers")
     for number, entry in enumerate(tokenizers(pairs)):
@@ -365,7 +355,7 @@ def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
     assert len({item.identity for item in tokenizers(pairs)}) == 3
 
 
-def test_gpt2s_merges_are_applied(pairs: Path) -> None:
+def test_gpt2s_merges_are_applied(pairs):
     made = load_tokenizer(pairs / "merges.txt")
     assert made.vocabulary_size == 260 and made.end == 259
     assert made.encode("an and") == [256, 258]
@@ -383,9 +373,7 @@ def test_gpt2s_merges_are_applied(pairs: Path) -> None:
         (lambda vocabulary: vocabulary.update(huge=2**31 - 1), "a token has the number 2147483647"),
     ],
 )
-def test_a_vocabulary_that_would_lose_letters_is_refused(
-    pairs: Path, change: Callable[[dict[str, int]], object], words: str
-) -> None:
+def test_a_vocabulary_that_would_lose_letters_is_refused(pairs, change, words):
     """The library leaves them out, or takes others for them, and says nothing."""
     vocabulary = json.loads((pairs / "vocab.json").read_text())
     change(vocabulary)
@@ -394,14 +382,14 @@ def test_a_vocabulary_that_would_lose_letters_is_refused(
         load_tokenizer(pairs)
 
 
-def test_half_a_character_is_no_text(pairs: Path) -> None:
+def test_half_a_character_is_no_text(pairs):
     """A command line that is not UTF-8 has such."""
     for item in tokenizers(pairs):
         with pytest.raises(UsageError, match=r"\\udcff|no tokens for the text"):
             item.encode("a\udcff")
 
 
-def test_a_tokenizer_without_an_end_gets_one() -> None:
+def test_a_tokenizer_without_an_end_gets_one():
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     result = LibraryTokenizer(made)
@@ -421,7 +409,7 @@ def test_a_tokenizer_without_an_end_gets_one() -> None:
         ({"special_tokens_map.json": {"eos_token": "<new>"}}, 4),
     ],
 )
-def test_the_end_is_what_the_files_name(tmp_path: Path, files: dict[str, Any], end: int) -> None:
+def test_the_end_is_what_the_files_name(tmp_path, files, end):
     """It was the first usual name of the vocabulary's, so documents ended by another token."""
     library = pytest.importorskip("tokenizers")
     names = ["a", "<|endoftext|>", "</s>", "<|im_end|>"]
@@ -441,7 +429,7 @@ def test_the_end_is_what_the_files_name(tmp_path: Path, files: dict[str, Any], e
         assert load_tokenizer(tmp_path).end == (2 if "2]" in content else 1)
 
 
-def test_characters_that_were_not_in_the_text_are_named() -> None:
+def test_characters_that_were_not_in_the_text_are_named():
     made = CharacterTokenizer("cab")
     assert made.encode("abc") == [0, 1, 2] and (made.end, made.vocabulary_size) == (3, 4)
     with pytest.raises(
@@ -450,7 +438,7 @@ def test_characters_that_were_not_in_the_text_are_named() -> None:
         made.encode("aé")
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no such file or folder"):
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(UsageError, match="the folder has neither tokenizer.json nor vocab.json"):
@@ -464,9 +452,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
             load_tokenizer(tmp_path / f"{name}.json")
 
 
-def test_without_the_library_there_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_there_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(
@@ -475,7 +461,7 @@ def test_without_the_library_there_is_a_sentence(
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does() -> None:
+def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does():
     """The library fills the memory first. A pattern that tries too long panics in Rust."""
     library = pytest.importorskip("tokenizers")
     replace, regex = library.normalizers.Replace, library.Regex

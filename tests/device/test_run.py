@@ -70,7 +70,7 @@ def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [once_more(name, name != "pipeline") for name in LAYOUTS])
-def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
+def test_a_run_on_a_device_is_the_hosts(name, tmp_path):
     """Losses and gradients step by step, and the evaluation, under every way to use several
     ranks.
     """
@@ -92,7 +92,7 @@ def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "order", [once_more(("numpy", "cupy")), ("cupy", "numpy")], ids="-then-".join
 )
-def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_other_backend(order, tmp_path):
     """Stopped after 6 of 12 steps and resumed elsewhere, it ends as one that stayed."""
     words = f"{WORDS} {SMALL_MODEL} --save-every 6steps"
     assert train(tmp_path, order[0], f"{words} --out {tmp_path / 'whole'}").status == 0
@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: 
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
+def test_the_header_says_what_was_chosen(tmp_path):
     """Which device, how many ranks share it, and how much of its memory each may take."""
     limits = {"CUPY_GPU_MEMORY_LIMIT": ""}
     ending = train(tmp_path, "cupy", f"{WORDS} {SMALL_MODEL} --out {tmp_path / 'run'}", 2, **limits)
@@ -119,7 +119,7 @@ def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
     assert "memory of the device:" in ending.output
 
 
-def test_without_a_device_there_is_one_sentence(tmp_path: Path) -> None:
+def test_without_a_device_there_is_one_sentence(tmp_path):
     """Once for all ranks, before anything is written."""
     ending = train(tmp_path, "cupy", f"{WORDS} --out {tmp_path / 'run'}", 2, PYTHONPATH=str(ROOT))
     assert ending.status != 0
@@ -129,7 +129,7 @@ def test_without_a_device_there_is_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_too_little_memory_on_one_rank_ends_all(tmp_path):
     """In the middle of a run: a sentence that says what used it and what helps, and nobody waits
     for ever.
     """
@@ -155,7 +155,7 @@ def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_layouts_on_a_device_can_be_verified(tmp_path: Path) -> None:
+def test_layouts_on_a_device_can_be_verified(tmp_path):
     """By the command that compares them with one rank, which is then on the device, too."""
     words = "--backend cupy --model mlp --hidden 12 10 --pp 2 --steps 2"
     ending = verify(tmp_path, words, 2, double=True)

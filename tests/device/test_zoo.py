@@ -28,7 +28,7 @@ def row(name: str, seconds: float, part: int = 0, **more: Any) -> measure.Row:
 
 
 @pytest.mark.parametrize("name", sorted({*CASES} - {"gpt2-124M"}))
-def test_a_model_is_the_same_on_both_sides(name: str) -> None:
+def test_a_model_is_the_same_on_both_sides(name):
     """Its weights go over in the order of definition. gpt6 is gpt2 with other numbers."""
     torch = pytest.importorskip("torch")
     from benchmarks.training import models
@@ -47,7 +47,7 @@ def test_a_model_is_the_same_on_both_sides(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [TF32, BF16])
-def test_contestants_agree(mode: str) -> None:
+def test_contestants_agree(mode):
     pytest.importorskip("torch")
     names = (*OURS, TORCH)
     made = measure.makers(TINY["char-gru"], mode, names, device_backend(), "cpu")
@@ -60,18 +60,18 @@ def test_contestants_agree(mode: str) -> None:
     assert rows[0]["peak_bytes"] > 4 * sum(array.nbytes for array in TINY["char-gru"].torch_weights)
 
 
-def test_without_pytorch_nnmpi_runs_alone() -> None:
+def test_without_pytorch_nnmpi_runs_alone():
     made = measure.makers(TINY["lenet5"], TF32, (*OURS, *PEERS), device_backend(), None)
     assert [*made] == [*OURS]
 
 
-def test_a_wrong_step_and_a_failed_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_step_and_a_failed_one_are_named(monkeypatch):
     """The compiled step forgets to clear its gradients; the third contestant has no memory."""
     case, device = TINY["lenet5"], device_backend()
     made = dict(measure.makers(case, TF32, OURS, device, None))
 
     def wrong() -> DeviceTrainer:
-        trainer: Any = right()
+        trainer = right()
         trainer._model.zero_grad = lambda: None
         return trainer
 
@@ -93,7 +93,7 @@ def test_a_wrong_step_and_a_failed_one_are_named(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_losses_that_are_no_numbers_are_wrong() -> None:
+def test_losses_that_are_no_numbers_are_wrong():
     rows = [
         row(TORCH, 1.0, losses=[2.0, 1.0]),
         row(COMPILED, 1.0, losses=[2.0, float("nan")]),
@@ -103,7 +103,7 @@ def test_losses_that_are_no_numbers_are_wrong() -> None:
     assert ["wrong" in item for item in rows] == [False, True, True]
 
 
-def test_the_fastest_peer_of_the_same_rounds_counts() -> None:
+def test_the_fastest_peer_of_the_same_rounds_counts():
     """torch.compile is measured later, beside another nnmpi.compile."""
     rows = [
         row(EAGER, 4.0),
@@ -128,7 +128,7 @@ def test_the_fastest_peer_of_the_same_rounds_counts() -> None:
     assert "Ahead in 0 of 2 rows. Failed or wrong: d in tf32." in said
 
 
-def test_torch_compile_comes_last() -> None:
+def test_torch_compile_comes_last():
     options = Namespace(
         check=False,
         cases=("resnet20", "lenet5"),
@@ -150,7 +150,7 @@ def test_torch_compile_comes_last() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGALRM, signal.SIGTERM])
-def test_the_time_is_over(end: signal.Signals) -> None:
+def test_the_time_is_over(end):
     before = signal.getsignal(end)
     begin = time.monotonic()
     with pytest.raises(command.OutOfTime), command.limited(0.05 if end == signal.SIGALRM else 30):
@@ -161,7 +161,7 @@ def test_the_time_is_over(end: signal.Signals) -> None:
     assert signal.getsignal(end) == before
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_is_refused():
     with pytest.raises(UsageError, match="'resnet' is unknown; the names are gpt2-124M"):
         command.parse(["--cases", "resnet"])
     with pytest.raises(UsageError, match="--train 19 is too few: give at least 20 steps"):
@@ -169,9 +169,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     assert command.parse(["--check"]).cases == tuple(TINY)
 
 
-def test_a_file_of_results_goes_into_the_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_results_goes_into_the_documents(tmp_path, monkeypatch):
     """In copies of the documents, which have the places."""
     root = Path(__file__).parents[2]
     for name in ("benchmarks/gpu/results/README.md", "docs/gpu.md", "README.md"):
@@ -197,7 +195,7 @@ def test_a_file_of_results_goes_into_the_documents(
     assert "| 8000 | 2000 | 3000 | 0.25 | 20.0 (10 steps) |" in readme
 
 
-def test_random_images_have_the_shapes_of_mnist() -> None:
+def test_random_images_have_the_shapes_of_mnist():
     for part in train.synthetic():
         assert part.sample_shape == (28, 28, 1)
         assert part.rows(np.arange(3)).max() <= 1

@@ -155,8 +155,8 @@ def _in_turn(number: int, mesh: tuple[int, int, int]) -> Case:
 
 @cache
 def _all() -> tuple[Case, ...]:
-    result: list[Case] = []
-    seen: dict[tuple[bool, ...], int] = {}
+    result = []
+    seen = {}
     for mesh in (mesh for world in WORLDS for mesh in meshes(world)):
         kind = tuple(size > 1 for size in mesh)
         rows = range(len(SCHEDULES)) if all(kind) else (seen.setdefault(kind, 0),)

@@ -15,7 +15,6 @@ from typing import Any
 import nnmpi
 from nnmpi import Group, Layout, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
 from nnmpi.schedule.schedules import TRAINING
 from tests.equivalence import own
@@ -43,7 +42,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
         sizes["sp"] = rng.choice((1, 1, 1, 2, 3))
     if sizes["dp"] * sizes["pp"] * sizes["tp"] * sizes.get("sp", 1) > MOST_RANKS:
         return draw(rng)
-    layout: dict[str, Any] = dict(sizes)
+    layout = dict(sizes)
     if text and rng.random() < 0.5:
         layout["sp_attention"] = "ring"
     if rng.random() < 0.6:
@@ -75,7 +74,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]) -> Any:
     """Return the number of layers of each stage."""
     dataset = setup.data()
-    model: Module = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
+    model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
     layers, stages = (
         len(open_chain(model)),
         layout["pp"]

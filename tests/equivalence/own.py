@@ -169,7 +169,7 @@ def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 class Fork(Module):
     """x -> (x W, x, the place of its largest element as integers)."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int):
         self.linear = Linear(features, features)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,7 +180,7 @@ class Fork(Module):
 class Cross(Module):
     """(a, b, places) -> (b + tanh(a), a, places)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tanh = Tanh()
 
     def forward(self, both: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +192,7 @@ class Cross(Module):
 class Join(Module):
     """(a, b, places) -> a b + a row of a table for the places."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int):
         self.table = Embedding(features, features)
 
     def forward(self, all_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -238,7 +238,7 @@ def words(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 
 def noisy(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     """Return a model with dropout and batch statistics all over."""
-    layers: list[Module] = [Flatten()]
+    layers = [Flatten()]
     features = prod(sample_shape)
     for size in (12, 11, 10):
         layers += [Linear(features, size, bias=False), BatchNorm(size), Tanh(), Dropout(0.3)]
@@ -295,7 +295,7 @@ def faulty(kind: type[Module]) -> Callable[..., Sequential]:
 class Whole(Module):
     """A module that is not cut."""
 
-    def __init__(self, inner: Module) -> None:
+    def __init__(self, inner: Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def perceiving(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 class Free(Module):
     """A model that is no chain, as users write them."""
 
-    def __init__(self, features: int, classes: int) -> None:
+    def __init__(self, features: int, classes: int):
         self.flat, self.first, self.last = Flatten(), Linear(features, 7), Linear(7, classes)
 
     def forward(self, x: Tensor) -> Tensor:

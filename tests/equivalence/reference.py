@@ -74,8 +74,8 @@ class Run:
     evaluation: tuple[float, float]
 
 
-_serial_runs: deque[tuple[Any, Run]] = deque(maxlen=12)  # of a file's tests, which use the same few
-_under_way: list[Any] = []  # what simulated ranks of this process compute
+_serial_runs = deque(maxlen=12)  # of a file's tests, which use the same few
+_under_way = []  # what simulated ranks of this process compute
 LOOK_S = 0.01
 
 
@@ -193,7 +193,7 @@ def evaluate(setup: Setup, worker: Worker) -> Totals:
     return worker.evaluate(replace(batch, x=setup.prepare(batch.x)) for batch in loader.epoch(0))
 
 
-def release(worker: Worker) -> None:
+def release(worker: Worker):
     """Give back what a worker holds of MPI: many follow one another here. Collective."""
     worker.release()
     worker.arrangement.mesh.free()
@@ -232,7 +232,7 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
     runs.
     """
     steps = len(serial.losses)
-    pairs: list[tuple[str, int, Any, Any]] = [
+    pairs = [
         ("loss of step 1", 0, parallel.losses[:1], serial.losses[:1]),
         *(
             (f"{name}'s gradient of step 1", 0, g, serial.gradient[name])
@@ -257,7 +257,7 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
 
 def assert_same(
     group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str, exact: bool = False
-) -> None:
+):
     """Fail on all ranks if a run differs from the serial one, which rank 0 has."""
     result = differences(parallel, serial, setup, exact) if serial is not None else []
     everyones = group.gather([result, parallel.losses, parallel.norms])

@@ -43,7 +43,7 @@ class Sentences(Samples):
 
     name, classes, identity, sample_shape = "sentences", TOKENS, "sentences", (TIME,)
 
-    def __init__(self) -> None:
+    def __init__(self):
         draw = np.random.default_rng(5)
         self.x, self.y = draw.integers(0, TOKENS, (2, COUNT, TIME))
         self.ends = draw.integers(1, TIME + 1, COUNT)
@@ -116,7 +116,7 @@ def everything(ranks: int, setup: Setup) -> list[Layout | None]:
     """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every
     second one.
     """
-    result: list[Layout | None] = []
+    result = []
     for number, mesh in enumerate(meshes(ranks, layers(setup))):
         schedule = SCHEDULES[(number + ranks) % len(SCHEDULES)]
         memory = MEMORIES[(number + ranks) % 2] if mesh[1] > 1 else None
@@ -199,7 +199,7 @@ class Row:
     """
 
     setup: Setup
-    layouts: Layouts = kinds  # type: ignore[assignment]
+    layouts: Layouts = kinds
     options: dict[str, Any] = field(default_factory=dict)
     serial: Layout | None = None
     alone: Setup | None = None
@@ -225,10 +225,10 @@ SHARED = (
 )
 BUCKETS = {"bucket_bytes": 20_000}
 FIXED = Layout(reduction="fixed")
-DECAY: dict[str, Any] = {"optimizer": "adamw", "optimizer_options": {"weight_decay": 0.1}}
-MUON: dict[str, Any] = {"optimizer": "muon", "optimizer_options": {"lr": 0.02}}
-MOMENTUM: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
-TEXT: dict[str, Any] = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
+DECAY = {"optimizer": "adamw", "optimizer_options": {"weight_decay": 0.1}}
+MUON = {"optimizer": "muon", "optimizer_options": {"lr": 0.02}}
+MOMENTUM = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
+TEXT = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
 NOISY = Setup(own.noisy, microbatches=3, batch_size=28)  # no microbatch has a single row
 HALVES = Setup(own.halves, microbatches=3)
 FLAT = Setup(own.flat, microbatches=2)
@@ -246,7 +246,7 @@ ZERO_MLP = Setup(
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
 SHARED_EXPERTS = Layout(dp=2, expert_parallel=True)
-BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
+BESIDE_EXPERTS = (
     # the first two take the longest: on 8 ranks, of which one has no position, and on 12
     {"dp": 1, "sp": 8, "sp_attention": "ring"},
     {"sp": 3, "sp_attention": "ring", "pp": 2, "split": (3, 5), "activation_memory": "least"},
@@ -267,7 +267,7 @@ WITH_EXPERTS = [
     for number, options in enumerate(BESIDE_EXPERTS)
 ]
 # ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
-PIPELINES: tuple[tuple[Setup, Layout], ...] = (
+PIPELINES = (
     (ZERO_MLP, Layout(dp=3, pp=2, unit_bytes=1)),
     (GPT, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, pipeline="zero-bubble")),
     (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), unit_bytes=1, pipeline="zb-v")),
@@ -279,7 +279,7 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
 )
 # each with the two stages of ZeRO that share out gradients
 SHARDED = [(setup, replace(layout, zero=stage)) for setup, layout in PIPELINES for stage in (2, 3)]
-FITTED: tuple[tuple[Setup, Layout], ...] = (
+FITTED = (
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000)),
     (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=160_000)),
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000, offload=gettempdir())),
@@ -405,7 +405,7 @@ ROWS = {
 
 # Layouts of a number of ranks of their own: branches, shared sequences, ZeRO beside other axes.
 TOWERS = Setup(own.branched, microbatches=3, worker={"clip": 0.05})
-SINGLE: list[tuple[Setup, Layout]] = [
+SINGLE = [
     *((TOWERS, Layout(dp, pp, 2)) for dp in (1, 2) for pp in (1, 2)),
     *((GPT, layout) for layout in SHARED),
     (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),

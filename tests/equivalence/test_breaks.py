@@ -39,9 +39,7 @@ def train(folder: Path, model: str, schedule: str) -> Ending:
 
 
 @pytest.mark.parametrize("schedule", [once_more("gpipe"), "1f1b"])
-def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
-    tmp_path: Path, schedule: str
-) -> None:
+def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(tmp_path, schedule):
     ending = train(tmp_path, "Selecting", schedule)
     assert ending.status == 1, ending.output
     assert (
@@ -50,7 +48,7 @@ def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
     assert "shapes at a cut must depend only on the input's shape" in ending.output
 
 
-def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     ending = train(tmp_path, "Dying", "1f1b")
     assert ending.status not in (None, 0), ending.output
     assert ending.seconds < LIMIT_S / 2

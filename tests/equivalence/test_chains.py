@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import LayoutError, UsageError
 from tests.equivalence import own
 from tests.equivalence.cover import kinds, layers, spread
@@ -16,7 +15,7 @@ from tests.equivalence.reference import Setup, build, release
 pytestmark = pytest.mark.simulated
 
 
-def test_the_state_holds_tied_weights_once(group: Group) -> None:
+def test_the_state_holds_tied_weights_once(group):
     for layout in kinds(group.size, Setup(own.tied)):
         worker = build(Setup(own.tied), group, layout)
         model, optimizer = worker.state()
@@ -27,7 +26,7 @@ def test_the_state_holds_tied_weights_once(group: Group) -> None:
         release(worker)
 
 
-def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) -> None:
+def test_ties_over_stages_are_refused_where_they_would_be_wrong(group):
     """On all ranks, also those that have no part in it. One stage alone never updates."""
     setup = Setup(own.tied)
     for pp in sorted({1, 2 if group.size % 2 == 0 else 1, min(group.size, layers(setup))}):
@@ -44,7 +43,7 @@ def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) ->
             build(setup, group, layout)
 
 
-def test_weights_are_the_serial_runs_from_the_start(group: Group, alone: Group) -> None:
+def test_weights_are_the_serial_runs_from_the_start(group, alone):
     """Before any step: each layout's parts make up the values that the whole model draws."""
     for model in (own.skipping, own.tied, own.words):
         setup = replace(Setup(model), prepare=own.integers if model is own.words else (lambda x: x))

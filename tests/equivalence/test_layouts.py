@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from nnmpi import Group
 from tests.equivalence.cover import MODELS, SETUPS, cases
 from tests.equivalence.reference import assert_same, run, serial_run
 
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("model", MODELS)
-def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: str) -> None:
+def test_every_layout_gives_the_serial_run(group, alone, model):
     """In buckets small enough that several are in flight."""
     setup = SETUPS[model]
     serial = serial_run(setup, alone) if group.is_root else None
@@ -28,7 +27,7 @@ def test_every_layout_gives_the_serial_run(group: Group, alone: Group, model: st
 
 
 @pytest.mark.both_worlds
-def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alone: Group) -> None:
+def test_every_kind_of_layout_gives_the_serial_run_in_float32(group, alone):
     """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
     kinds = {case.kind: case for case in cases(group.size)}
     for number, case in enumerate(kinds.values()):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.nn import BatchNorm
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import batches, build, evaluate, release
@@ -14,14 +13,14 @@ from tests.equivalence.rows import NOISY
 pytestmark = pytest.mark.simulated
 
 
-def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) -> None:
+def test_evaluating_between_steps_changes_nothing(group, alone):
     """Before, between and after steps, under every kind of layout; batches of 49 and 41 rows, cut
     into microbatches.
     """
     setup = NOISY
 
     def work(worker: Any) -> list[float]:
-        result: list[float] = []
+        result = []
         for batch in islice(batches(setup, worker), 4):
             report = evaluate(setup, worker)
             assert report.samples == 90
@@ -35,7 +34,7 @@ def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) ->
         assert all(group.gather(result == pytest.approx(expected, rel=1e-9))), layout
 
 
-def test_evaluation_uses_running_statistics_and_leaves_them(group: Group) -> None:
+def test_evaluation_uses_running_statistics_and_leaves_them(group):
     for layout in kinds(group.size, NOISY):
         worker = build(NOISY, group, layout)
         norms = [layer for _, layer in worker.model.named_modules() if isinstance(layer, BatchNorm)]

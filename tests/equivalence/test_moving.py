@@ -49,10 +49,10 @@ def serial(
     return group.share(steps(setup, worker, 0, STEPS)), arrays(worker)
 
 
-def move(old: Worker, new: Worker) -> None:
+def move(old: Worker, new: Worker):
     """Give one worker's state to another, through the whole arrays on rank 0."""
     for mine, theirs in zip(old.state(), new.state(), strict=True):
-        full: dict[str, Array] = {}
+        full = {}
         mine.gather(lambda name, array, into=full: into.update({name: array.copy()}))
         theirs.scatter(full.__getitem__)
     new.optimizer.steps = old.optimizer.steps
@@ -61,7 +61,7 @@ def move(old: Worker, new: Worker) -> None:
 @pytest.mark.parametrize(
     "name", [once_more(name, name != "tied", MORE_LAYOUTS) for name in sorted(SETUPS)]
 )
-def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, name: str) -> None:
+def test_any_layout_goes_on_where_any_other_stopped(group, alone, name):
     """Each kind of layout is once the first and once the second; the second starts with other
     weights.
     """
@@ -90,7 +90,7 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
         assert not any(group.gather(wrong)), (first, second)
 
 
-def test_under_fixed_sums_it_goes_on_with_the_same_bits(group: Group, alone: Group) -> None:
+def test_under_fixed_sums_it_goes_on_with_the_same_bits(group, alone):
     setup = replace(SETUPS["noisy"], dtype="float32")
     losses, _ = serial(setup, group, alone, Layout(reduction="fixed"))
     layout = Layout(dp=group.size, reduction="fixed")

@@ -10,7 +10,6 @@ every update:
 
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +28,14 @@ from tests.equivalence.rows import NOISY
 pytestmark = pytest.mark.simulated(max_size=12)  # no longer than the models
 
 LR, MOMENTUM, STEPS = 0.05, 0.9, 5
-SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"lr": LR, "momentum": MOMENTUM}}
+SGD = {"optimizer": "sgd", "optimizer_options": {"lr": LR, "momentum": MOMENTUM}}
 SETUPS = {"skipping": Setup(own.skipping, microbatches=6, **SGD), "noisy": replace(NOISY, **SGD)}
 
 
 class Delayed:
     """The serial reference, for so many stages."""
 
-    def __init__(self, setup: Setup, split: tuple[int, ...]) -> None:
+    def __init__(self, setup: Setup, split: tuple[int, ...]):
         self.model = setup.model(digits().sample_shape, digits().classes).initialize(
             seed=5, dtype="float64"
         )
@@ -101,7 +100,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", sorted(SETUPS))
-def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> None:
+def test_it_is_the_serial_run_with_delayed_weights(group, name):
     """Bitwise where only the pipeline spreads the model; the last batch of an epoch has fewer
     microbatches.
     """

@@ -8,12 +8,10 @@ bounded by a multiple of one of them.
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.backend.array import Array
 from nnmpi.models import cnn
 from tests.equivalence import own
@@ -27,7 +25,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # another way, and those differences are larger.
 GROWTH = {"cnn": 40, "tied": 3, "words": 3, "noisy": 4}
 
-SGD: dict[str, Any] = {
+SGD = {
     "optimizer": "sgd",
     "optimizer_options": {"momentum": 0.9},
     "dtype": "float32",
@@ -35,7 +33,7 @@ SGD: dict[str, Any] = {
 # Adam would divide small roundings by their own size
 CNN = Setup(cnn, {"hidden": (11, 9)}, microbatches=3, **SGD)
 # A setup, how it is spread, and what workers are told beside that.
-ROWS: dict[str, tuple[Setup, Any, dict[str, Any]]] = {
+ROWS = {
     "cnn": (CNN, kinds, {}),
     "tied": (Setup(own.tied, microbatches=3, **SGD), kinds, {}),
     "words": (Setup(own.words, microbatches=2, prepare=own.integers, **SGD), kinds, {}),
@@ -91,7 +89,7 @@ def start(setup: Setup) -> dict[str, Array]:
         for name, precision in product(ROWS, ROUNDING)
     ],
 )
-def test_it_is_the_run_of_one_rank(group: Group, alone: Group, name: str, precision: str) -> None:
+def test_it_is_the_run_of_one_rank(group, alone, name, precision):
     """Replicas, pipelines, shared layers, and what combines them, in the schedules in turn; all
     ways of gradients.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi import Group, Layout, simulate
+from nnmpi import Layout, simulate
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import Setup, assert_same, differences, run, serial_run
 from tests.equivalence.rows import FIXED, GPT, LIMITED, ROWS, SINGLE
@@ -20,7 +20,7 @@ from tests.equivalence.rows import FIXED, GPT, LIMITED, ROWS, SINGLE
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", ROWS)
-def test_it_is_the_serial_run(group: Group, alone: Group, name: str) -> None:
+def test_it_is_the_serial_run(group, alone, name):
     row = ROWS[name]
     serial = serial_run(row.alone or row.setup, alone, row.serial) if group.is_root else None
     layouts = row.layouts(group.size, row.setup)
@@ -47,7 +47,7 @@ def name(case: Any) -> str:
     "the device's double takes long, and runs the same kernels in the rows above"
 )
 @pytest.mark.parametrize(("setup", "layout"), SINGLE, ids=name)
-def test_a_layout_is_the_serial_run(setup: Setup, layout: Layout) -> None:
+def test_a_layout_is_the_serial_run(setup, layout):
     (serial,) = simulate(lambda group: serial_run(setup, group), 1)
     ranks = prod(layout.shape)
     parallel = simulate(lambda group: run(setup, group, layout, replays=setup is not GPT), ranks)
@@ -58,7 +58,7 @@ def test_a_layout_is_the_serial_run(setup: Setup, layout: Layout) -> None:
 
 
 @pytest.mark.simulated
-def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
+def test_the_usual_sums_have_other_bits(group, alone):
     """Or the rows of a fixed order would show nothing."""
     setup = replace(SETUPS["cnn"], dtype="float32", microbatches=5)
     parallel = run(setup, group, Layout(dp=group.size), fused_update=False)
@@ -68,7 +68,7 @@ def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
 
 
 @pytest.mark.host_only("the device's double takes long")
-def test_a_rank_that_counts_meets_the_others_as_often_as_those_that_replay() -> None:
+def test_a_rank_that_counts_meets_the_others_as_often_as_those_that_replay():
     """In the second halves of experts' backward, which is a pass through graphs of their own: the
     ranks have different rows, so that some count a pass, eagerly, while others replay theirs.
     """

@@ -21,7 +21,7 @@ SETUP = reference.Setup(dtype="float32")
 
 
 @pytest.fixture
-def ranks(group: Group) -> Group:
+def ranks(group):
     """The ranks as a group of their own, with a memory of its own."""
     return Group(group.comm)
 
@@ -49,7 +49,7 @@ def weights(model: Module) -> str:
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer: str) -> None:
+def test_the_fused_update_gives_the_bits_of_shared_sums(ranks, optimizer):
     fused, plain = (
         build(ranks, optimizer, fused_update=True),
         build(ranks, optimizer, allreduce="shared"),
@@ -68,7 +68,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.simulated
-def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> None:
+def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks):
     worker, parts = build(ranks, fused_update=True), batches(ranks)
     worker.step(parts[0])
     before = weights(worker.model)
@@ -85,9 +85,7 @@ def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> N
     "way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str
 )
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
-def test_without_room_it_goes_another_way_and_says_so(
-    ranks: Group, way: dict[str, Any], after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_it_goes_another_way_and_says_so(ranks, way, after, monkeypatch):
     """The room ends after so many windows: for flags, weights, gradients, the optimizer's state
     ...
     """

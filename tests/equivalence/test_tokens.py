@@ -14,7 +14,6 @@ from nnmpi import AsynchronousWorker, Group, Sync, Tensor, Worker, nn, ops, opti
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import Trainer
 from nnmpi.data import IGNORED, Loader
 from tests.equivalence import own
 from tests.equivalence.rows import TIME, TOKENS, tokens
@@ -30,7 +29,7 @@ def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], T
     """Return the weights after two epochs, and the first one's totals."""
     net = model()
     optimizer = optim.SGD(net.storage, lr=0.3)
-    worker: Trainer = (
+    worker = (
         Worker(net, optimizer, group)
         if sync is None
         else AsynchronousWorker(net, optimizer, group, sync)
@@ -44,7 +43,7 @@ def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], T
     return weights, totals[0]
 
 
-def test_a_mean_is_over_the_labels_that_count(group: Group) -> None:
+def test_a_mean_is_over_the_labels_that_count(group):
     """Against a loss that is written out, row by row."""
     net, updated = model(), model()
     batch = next(iter(Loader(tokens(), BATCH, microbatches=3).epoch(0)))
@@ -67,7 +66,7 @@ def test_a_mean_is_over_the_labels_that_count(group: Group) -> None:
 
 
 @pytest.mark.parametrize("sync", [Sync("local", local_steps=1), Sync("ssp", staleness=0)], ids=str)
-def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
+def test_workers_that_meet_after_every_step_do(sync):
     """A local step and a mean weighted by tokens, or gradients that a server adds up, are the
     synchronous step.
     """
@@ -80,7 +79,7 @@ def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
             assert totals.loss == pytest.approx(full.loss, rel=1e-11)
 
 
-def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
+def test_samples_of_ones_own_are_counted_over_all_workers():
     def main(group: Group) -> tuple[int, tuple[int, ...]]:
         loader = Loader(tokens(), BATCH, group, partition="iid", microbatches=2)
         batch = list(loader.epoch(1))[1]
@@ -91,7 +90,7 @@ def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
     assert len({targets for _, targets in result}) == 1
 
 
-def test_a_loss_that_ignores_what_is_counted_is_refused(group: Group) -> None:
+def test_a_loss_that_ignores_what_is_counted_is_refused(group):
     net = model()
     loss = partial(ops.cross_entropy, reduction="sum", ignore_index=0)
     with pytest.raises(UsageError, match="the loss ignores label 0, .* ignore_index=-1"):

@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.mark.both_worlds(min_size=2, max_size=4)
 @pytest.mark.parametrize("name", CASES)
-def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, name: str) -> None:
+def test_stages_there_and_back_give_the_serial_run(group, alone, name):
     setup = CASES[name]
     serial = serial_run(setup, alone) if group.is_root else None
     for number, schedule in enumerate(TURNING):
@@ -38,7 +38,7 @@ def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, n
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
-def test_outputs_come_from_the_rank_of_the_last_stage(group: Group) -> None:
+def test_outputs_come_from_the_rank_of_the_last_stage(group):
     x = np.random.default_rng(0).normal(size=(7, 5))
 
     def outputs(ranks: Group) -> Any:

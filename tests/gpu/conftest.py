@@ -33,7 +33,7 @@ def mpi_missing() -> bool:
 collect_ignore = ["test_ranks.py", "test_transports.py"] if mpi_missing() else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Let `numpy_backend()` mean the host here, also where the whole suite runs on the double."""
     for item in items:
         if "tests/gpu/" in item.nodeid:
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def device() -> Backend:
+def device():
     """The backend on this rank's device; without the card that is asked for, a check is skipped and
     says why.
     """
@@ -62,7 +62,7 @@ def device() -> Backend:
 
 
 @pytest.fixture
-def real_device(device: Backend) -> Backend:
+def real_device(device):
     """The same, where it is a card: for what a stand-in cannot have."""
     if is_stand_in(device):
         pytest.skip("the stand-in for a device has no driver")

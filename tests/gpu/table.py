@@ -176,7 +176,7 @@ def losses() -> list[Sample]:
     return result
 
 
-TABLE: list[Sample] = [
+TABLE = [
     unary("ops.relu", ops.relu, nonzero),
     unary("ops.leaky_relu", lambda x: ops.leaky_relu(x, 0.2), nonzero),
     unary("ops.sigmoid", ops.sigmoid),

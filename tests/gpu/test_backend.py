@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.buffers import put, room_for, to_host
 from nnmpi.memory.store import HOST, Store
@@ -20,12 +19,12 @@ ELEMENTS = 2**22 if ON_A_CARD else 2**12
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "float16", bfloat16(), "int64", "uint8"], ids=str
 )
-def test_copies_there_and_back(device: Backend, dtype: object) -> None:
+def test_copies_there_and_back(device, dtype):
     """Through page-locked memory, whatever the elements mean, and behind what was computed
     before.
     """
-    source = room_for(device.xp, ELEMENTS, dtype)  # type: ignore[arg-type]
-    source[...] = (np.arange(ELEMENTS) % 101).astype(dtype)  # type: ignore[call-overload]
+    source = room_for(device.xp, ELEMENTS, dtype)
+    source[...] = (np.arange(ELEMENTS) % 101).astype(dtype)
     array = device.zeros(ELEMENTS, dtype)
     for _ in range(20):
         array.fill(1)
@@ -35,7 +34,7 @@ def test_copies_there_and_back(device: Backend, dtype: object) -> None:
     np.testing.assert_array_equal(to_host(array), expected)
 
 
-def test_a_store_waits_for_what_computes_and_what_computes_for_it(device: Backend) -> None:
+def test_a_store_waits_for_what_computes_and_what_computes_for_it(device):
     """They go on two streams, and one place is written to again and again."""
     store, memory = Store(HOST, device), device.zeros(ELEMENTS, "uint8")
     for number in range(1, 4):
@@ -48,14 +47,14 @@ def test_a_store_waits_for_what_computes_and_what_computes_for_it(device: Backen
         assert (to_host(memory) == number).all()
 
 
-def test_pinned_memory_is_known_to_the_driver(real_device: Backend) -> None:
+def test_pinned_memory_is_known_to_the_driver(real_device):
     """It is of the host, and locked: only then copies run by themselves."""
     runtime = real_device.xp.cuda.runtime
     attributes = runtime.pointerGetAttributes(room_for(real_device.xp, 1000, "float32").ctypes.data)
     assert attributes.type == runtime.memoryTypeHost
 
 
-def test_memory_is_counted(device: Backend) -> None:
+def test_memory_is_counted(device):
     """What arrays use, what the pool keeps when they are gone, and what is given back."""
     before = device.memory()
     array = device.zeros(2**22, "float32")
@@ -69,7 +68,7 @@ def test_memory_is_counted(device: Backend) -> None:
     assert device.memory().pool_bytes < during.pool_bytes
 
 
-def test_the_card_has_an_address(device: Backend) -> None:
+def test_the_card_has_an_address(device):
     """By which ranks of a node find out that they share it."""
     assert device.card.count(":") == 2
     assert device.is_device
@@ -78,7 +77,7 @@ def test_the_card_has_an_address(device: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (3, 0, 5), (4096, 7), (2049, 70001)])
-def test_a_gradients_norm(device: Backend, dtype: str, sizes: tuple[int, ...]) -> None:
+def test_a_gradients_norm(device, dtype, sizes):
     """In float64 on a device: large and small numbers neither overflow nor underflow there."""
     random = np.random.default_rng(0)
     grads = [random.standard_normal(size).astype(dtype) for size in sizes]
@@ -98,7 +97,7 @@ def test_a_gradients_norm(device: Backend, dtype: str, sizes: tuple[int, ...]) -
             assert not math.isfinite(global_norm(there))
 
 
-def test_a_gradient_begins_anywhere(device: Backend) -> None:
+def test_a_gradient_begins_anywhere(device):
     """The kernel reads 16 bytes at a time where it can."""
     flat = device.asarray(np.arange(1, 41, dtype="float32"))
     for first in range(5):

@@ -2,7 +2,6 @@
 lengths.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from tests.equivalence.reference import digits
     "transform", [None, Compose(Shift(1), Flip(), Normalize.fit(digits()))], ids=["none", "all"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_batches_on_a_device_are_the_hosts(device: Backend, transform: Any, dtype: str) -> None:
+def test_batches_on_a_device_are_the_hosts(device, transform, dtype):
     """Bit for bit, the last short one and an empty part too, while the next one is on its way."""
     for rank, world in ((0, 1), (2, 3)):
         loader = Loader(digits(), 28, rank=rank, world=world, transform=transform, dtype=dtype)
@@ -38,7 +37,7 @@ def test_batches_on_a_device_are_the_hosts(device: Backend, transform: Any, dtyp
         assert (loader._held_by(device) is None) == (transform is not None)
 
 
-def require_same(loader: Loader, device: Backend, start: int = 0) -> None:
+def require_same(loader: Loader, device: Backend, start: int = 0):
     """Compare an epoch's batches on a device with the host's."""
     names = ["cuts", "global_rows", "targets", "number", "epoch", "first", "microbatches"]
     with loader.epoch(1, start) as host, loader.epoch(1, start, device) as there:
@@ -65,8 +64,8 @@ def bytes_of(shape: tuple[int, ...], labels: Any) -> Dataset:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("kind", ["bytes", "quantities", "many labels", "normalized", "none"])
 def test_batches_of_a_data_set_that_fits_and_of_one_that_does_not(
-    device: Backend, monkeypatch: pytest.MonkeyPatch, share: float, microbatches: int, kind: str
-) -> None:
+    device, monkeypatch, share, microbatches, kind
+):
     """Bit for bit: scaled and normalized there or here, from any batch on, gathered in parts."""
     monkeypatch.setattr(loader_module, "RESIDENT_SHARE", share)
     monkeypatch.setattr(loader_module, "GATHERED_BYTES", 3 * 7 * 105 * 4)
@@ -88,9 +87,9 @@ def test_batches_of_a_data_set_that_fits_and_of_one_that_does_not(
         assert (loader._held_by(device) is not None) == (share > 0)
 
 
-def test_a_data_set_stays_on_the_device(device: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_stays_on_the_device(device, monkeypatch):
     """It is copied once; another data set, and another transform, are followed."""
-    copied: list[int] = []
+    copied = []
 
     def count(backend: Backend, array: Any) -> Any:
         copied.append(array.nbytes)
@@ -111,7 +110,7 @@ def test_a_data_set_stays_on_the_device(device: Backend, monkeypatch: pytest.Mon
     assert len(copied) == 2
 
 
-def test_a_batch_that_is_dropped_on_its_way_does_no_harm(device: Backend) -> None:
+def test_a_batch_that_is_dropped_on_its_way_does_no_harm(device):
     """Its memory goes to later copies alone, which come after it."""
     loader = Loader(digits(), 28, transform=Compose(Flip()))
     for _ in range(3):
@@ -120,7 +119,7 @@ def test_a_batch_that_is_dropped_on_its_way_does_no_harm(device: Backend) -> Non
         require_same(loader, device)
 
 
-def test_room_is_what_a_limit_leaves(device: Backend) -> None:
+def test_room_is_what_a_limit_leaves(device):
     room = device.room_bytes()
     held = device.zeros(1 << 20, "uint8")
     assert 0 < device.room_bytes() <= room - held.nbytes
@@ -133,7 +132,7 @@ def test_room_is_what_a_limit_leaves(device: Backend) -> None:
         pool.set_limit(size=before)
 
 
-def test_a_transform_of_ones_own_is_done_on_the_host(device: Backend) -> None:
+def test_a_transform_of_ones_own_is_done_on_the_host(device):
     """It gets floats, scaled, as everywhere."""
     loader = Loader(digits(), 28, transform=lambda x, indices, epoch, seed: x + 1)
     ours, theirs = next(loader.epoch(0, backend=device)), next(loader.epoch(0))
@@ -141,9 +140,7 @@ def test_a_transform_of_ones_own_is_done_on_the_host(device: Backend) -> None:
 
 
 @pytest.mark.parametrize("sentences", [False, True], ids=["blocks", "sentences"])
-def test_padded_batches_give_the_hosts_numbers(
-    device: Backend, sentences: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padded_batches_give_the_hosts_numbers(device, sentences, tmp_path, monkeypatch):
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     random = np.random.default_rng(0)
     (tmp_path / "a.txt").write_text(

@@ -37,7 +37,7 @@ class Play:
         device: the device.
     """
 
-    def __init__(self, device: Backend) -> None:
+    def __init__(self, device: Backend):
         self.xp = device.xp
         self.cuda = cuda = device.xp.cuda
         self.stream, self.other = (cuda.Stream(non_blocking=True) for _ in range(2))
@@ -55,7 +55,7 @@ class Play:
                 graph = self.stream.end_capture()
         return graph, result
 
-    def launch(self, graph: Any) -> None:
+    def launch(self, graph: Any):
         """Launch a graph and wait for it."""
         graph.launch(self.stream)
         self.stream.synchronize()
@@ -76,7 +76,7 @@ class Play:
 
 
 @pytest.fixture
-def play(device: Backend) -> Play:
+def play(device):
     """What the tests play with."""
     return Play(device)
 
@@ -100,7 +100,7 @@ def step(play: Play) -> tuple[Array, ...]:
     return y, wide, total, y.sum(axis=0), back, xp.concatenate(halves[::-1], axis=0), soft.data, x.T
 
 
-def test_a_graph_computes_what_the_arrays_hold_when_it_is_launched(play: Play) -> None:
+def test_a_graph_computes_what_the_arrays_hold_when_it_is_launched(play):
     """As the same calls do without a capture; nothing is computed before."""
     graph, results = play.capture(partial(step, play))
     assert not play.stream.is_capturing()
@@ -115,7 +115,7 @@ def test_a_graph_computes_what_the_arrays_hold_when_it_is_launched(play: Play) -
             np.testing.assert_array_equal(result.get(), item)
 
 
-def test_launches_come_in_order(play: Play) -> None:
+def test_launches_come_in_order(play):
     """Of one graph and of several, on the stream that captured them and on another."""
     xp, x = play.xp, play.x
     twice, _ = play.capture(lambda: xp.multiply(x, 2, out=x))
@@ -129,7 +129,7 @@ def test_launches_come_in_order(play: Play) -> None:
     np.testing.assert_array_equal(result.get(), 4 * start)
 
 
-def test_numbers_of_the_host_are_those_of_the_capture(play: Play) -> None:
+def test_numbers_of_the_host_are_those_of_the_capture(play):
     """They are parameters of kernels: what changes between launches must be on the device."""
     rates = {"host": 2.0, "device": play.xp.full((), 2.0)}
     graph, (host, device) = play.capture(lambda: (play.x * rates["host"], play.x * rates["device"]))
@@ -141,7 +141,7 @@ def test_numbers_of_the_host_are_those_of_the_capture(play: Play) -> None:
     np.testing.assert_array_equal(device.get(), 5 * play.x.get())
 
 
-def test_a_launch_is_waited_for(play: Play) -> None:
+def test_a_launch_is_waited_for(play):
     """By the host or by an event; who does not wait sees what was there before."""
     graph, y = play.capture(lambda: play.x + 1)
     graph.launch(play.stream)
@@ -157,7 +157,7 @@ def test_a_launch_is_waited_for(play: Play) -> None:
 # ---------------------------------------------------------------- two streams
 
 
-def test_a_stream_takes_part_by_an_event(play: Play) -> None:
+def test_a_stream_takes_part_by_an_event(play):
     """And is joined by another one."""
     graph, y = play.capture(play.forked)
     assert not play.other.is_capturing()
@@ -166,14 +166,14 @@ def test_a_stream_takes_part_by_an_event(play: Play) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "race", reason="a card's streams may come in order by chance")
-def test_a_wait_that_is_left_out_in_a_capture_shows(play: Play) -> None:
+def test_a_wait_that_is_left_out_in_a_capture_shows(play):
     """Where the streams of a graph come as late as they may."""
     graph, y = play.capture(partial(play.forked, waits=False))
     play.launch(graph)
     assert not np.array_equal(y.get(), 8 * play.x.get())
 
 
-def test_a_stream_that_is_not_joined(play: Play) -> None:
+def test_a_stream_that_is_not_joined(play):
     """There is no graph; both streams can be used again."""
     with pytest.raises(play.cuda.runtime.CUDARuntimeError) as caught:
         play.capture(partial(play.forked, joins=False))
@@ -184,11 +184,11 @@ def test_a_stream_that_is_not_joined(play: Play) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_transfers_are_refused(play: Play) -> None:
+def test_transfers_are_refused(play):
     """By CuPy itself, so that the capture goes on."""
     xp, x = play.xp, play.x
 
-    def set_some() -> None:
+    def set_some():
         x[x > 1] = 0
 
     refused = {
@@ -219,13 +219,13 @@ def waits(play: Play) -> Iterator[tuple[int, Callable[[], Any]]]:
     yield CAPTURED_EVENT, lambda: play.stream.record().synchronize()
 
 
-def test_waits_spoil_a_capture(play: Play) -> None:
+def test_waits_spoil_a_capture(play):
     """Each is refused, and then there is no graph."""
     error = play.cuda.runtime.CUDARuntimeError
     for status, function in waits(play):
         seen = []
 
-        def compute(function: Callable[[], Any] = function, seen: list[Any] = seen) -> None:
+        def compute(function: Callable[[], Any] = function, seen: list[Any] = seen):
             with pytest.raises(error) as caught:
                 function()
             seen.append(caught.value.status)
@@ -240,7 +240,7 @@ def test_waits_spoil_a_capture(play: Play) -> None:
     np.testing.assert_array_equal(y.get(), 2 * play.x.get())
 
 
-def test_the_default_stream_and_captures(play: Play) -> None:
+def test_the_default_stream_and_captures(play):
     """It captures nothing, is used beside a capture, and waits for no blocking stream that does."""
     default, error = play.cuda.Stream.null, play.cuda.runtime.CUDARuntimeError
     with pytest.raises(RuntimeError, match="default"):
@@ -256,7 +256,7 @@ def test_the_default_stream_and_captures(play: Play) -> None:
     play.stream = play.cuda.Stream()
     seen = []
 
-    def wait() -> None:
+    def wait():
         with pytest.raises(error) as caught:
             default.synchronize()
         seen.append(caught.value.status)
@@ -269,7 +269,7 @@ def test_the_default_stream_and_captures(play: Play) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_memory_is_used_again_inside_a_capture(play: Play) -> None:
+def test_memory_is_used_again_inside_a_capture(play):
     """A long chain takes the memory of a few arrays, and computes right."""
 
     def chain() -> Array:
@@ -284,7 +284,7 @@ def test_memory_is_used_again_inside_a_capture(play: Play) -> None:
     np.testing.assert_array_equal(y.get(), play.x.get() + 20)
 
 
-def test_memory_that_is_given_anew_is_not_written_before_its_turn(play: Play) -> None:
+def test_memory_that_is_given_anew_is_not_written_before_its_turn(play):
     """A launch has still to read what a capture has freed."""
     first, given = play.capture(lambda: play.x * 7)
     play.launch(first)
@@ -300,7 +300,7 @@ def test_memory_that_is_given_anew_is_not_written_before_its_turn(play: Play) ->
     np.testing.assert_array_equal(y.get(), 7 * play.x.get() - 1)
 
 
-def test_graphs_share_a_pool(play: Play) -> None:
+def test_graphs_share_a_pool(play):
     """The second computes in the memory that the first one has freed, and leaves what is kept."""
     first, kept = play.capture(lambda: play.x * 2)
     total = play.pool.total_bytes()
@@ -334,7 +334,7 @@ play.launch(graph)
 
 
 @pytest.mark.skipif(DEVICE == "card", reason="a card may not notice")
-def test_memory_that_is_given_back() -> None:
+def test_memory_that_is_given_back():
     """A graph keeps no memory: the doubles stop it where the memory may be somebody else's."""
     ending = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True)
     assert ending.stdout == "launched\n", ending.stderr

@@ -123,9 +123,7 @@ def precision(mode: str) -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_convolution(
-    device: Backend, case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convolution(device, case, name, mode, monkeypatch):
     """Any sizes, strides, borders, dilations and groups; one image at a time, too."""
     try:
         right = on_host(FUNCTIONS[name], case)
@@ -138,7 +136,7 @@ def test_convolution(
 
 
 @pytest.mark.parametrize("way", [(2, 1, 1), (3, 2, 1), (4, 3, 2)])
-def test_windows_of_minus_infinity(device: Backend, way: tuple[int, int, int]) -> None:
+def test_windows_of_minus_infinity(device, way):
     """The border gets no gradient from a pooling: it reaches the host's pixels."""
     grads = []
     for backend in (device, numpy_backend()):
@@ -151,7 +149,7 @@ def test_windows_of_minus_infinity(device: Backend, way: tuple[int, int, int]) -
     assert grads[1].sum() == np.arange(y.size).sum()
 
 
-def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:
+def test_windows_lie_in_the_memory_of_their_images(device):
     """And so does what is cut out of them: memory as long as all windows would reach into other
     arrays'.
     """
@@ -164,7 +162,7 @@ def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_add_up_in_their_place(device: Backend, groups: int) -> None:
+def test_gradients_add_up_in_their_place(device, groups):
     case = Case((2, 6, 5, 4), (3, 3), 4, padding=(1, 1), groups=groups)
     xp = device.xp
     leaves = [Tensor(xp.asarray(x.astype("float32")), requires_grad=True) for x in arrays(case)]
@@ -175,7 +173,7 @@ def test_gradients_add_up_in_their_place(device: Backend, groups: int) -> None:
         np.testing.assert_array_equal(leaf.grad.get(), 2 * right)
 
 
-def test_a_sums_gradient_is_one_number_in_many_places(device: Backend) -> None:
+def test_a_sums_gradient_is_one_number_in_many_places(device):
     """The kernel for the bias reads arrays without gaps."""
     given = arrays(CASES["3x3"])
     grads = []

@@ -1,6 +1,5 @@
 """What goes wrong on a device, each in a clear sentence."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,12 +7,12 @@ import pytest
 
 from nnmpi import NnmpiError, Tensor, jit, nn, ops
 from nnmpi.backend.array import mixed_error
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, ShapeError
 from nnmpi.base.units import format_bytes
 
 
-def test_out_of_memory(device: Backend) -> None:
+def test_out_of_memory(device):
     """The sentence says what used it, what there is, and what to lower; afterwards the device still
     works.
     """
@@ -35,7 +34,7 @@ def test_out_of_memory(device: Backend) -> None:
     assert float(device.zeros(8, np.float64).sum()) == 0
 
 
-def test_more_than_the_card_has(real_device: Backend) -> None:
+def test_more_than_the_card_has(real_device):
     """The driver's own refusal, where no limit is set."""
     _, total = real_device.xp.cuda.runtime.memGetInfo()
     with pytest.raises(Exception, match="memory") as caught:
@@ -60,16 +59,14 @@ def tensor(xp: Any, *shape: int) -> Tensor:
         (lambda xp: tensor(np, 3, 3) @ tensor(xp, 3, 3), (0, "3, 3")),
     ],
 )
-def test_a_host_array_where_a_device_array_is_due(
-    device: Backend, operation: Callable[[Any], Tensor], host: tuple[int, str]
-) -> None:
+def test_a_host_array_where_a_device_array_is_due(device, operation, host):
     """Or the other way round: one sentence, which names the input."""
     with pytest.raises(DeviceError, match=HOST.format(*host)):
         operation(device.xp)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_batch_that_is_not_where_the_model_is(device: Backend, on_device: bool) -> None:
+def test_a_batch_that_is_not_where_the_model_is(device, on_device):
     """The most common one: the data stayed on the host, or the model did."""
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     model.initialize(backend=device if on_device else numpy_backend())
@@ -80,7 +77,7 @@ def test_a_batch_that_is_not_where_the_model_is(device: Backend, on_device: bool
         model(batch)
 
 
-def test_a_gradient_that_is_not_where_the_result_is(device: Backend) -> None:
+def test_a_gradient_that_is_not_where_the_result_is(device):
     """One of the host is brought to the device; the other way round somebody has mixed things
     up.
     """
@@ -93,7 +90,7 @@ def test_a_gradient_that_is_not_where_the_result_is(device: Backend) -> None:
         (host * 2).backward(device.xp.ones(3, "float32"))
 
 
-def test_other_errors_stay(device: Backend) -> None:
+def test_other_errors_stay(device):
     """A wrong type that has nothing to do with devices is not reworded."""
     assert mixed_error([np.ones(2), 1.0, "x"]) is None
     assert mixed_error([device.xp.ones(2), None]) is None
@@ -101,7 +98,7 @@ def test_other_errors_stay(device: Backend) -> None:
         tensor(np, 3) + "x"
 
 
-def test_an_index_out_of_range_is_refused(device: Backend) -> None:
+def test_an_index_out_of_range_is_refused(device):
     """Where it lies in the host's memory: CuPy begins again from the other end, and does so with
     one on the device.
     """
@@ -113,7 +110,7 @@ def test_an_index_out_of_range_is_refused(device: Backend) -> None:
     assert x[device.asarray(np.array([True, False]))].shape == (1, 3)
 
 
-def test_attention_without_its_kernels(device: Backend) -> None:
+def test_attention_without_its_kernels(device):
     """By the library's functions alone, forward and backward."""
     result = []
     for backend in (device, numpy_backend()):
@@ -128,7 +125,7 @@ def test_attention_without_its_kernels(device: Backend) -> None:
         np.testing.assert_allclose(ours, host, 1e-12, 1e-12)
 
 
-def test_labels_out_of_range_end_in_no_number(device: Backend) -> None:
+def test_labels_out_of_range_end_in_no_number(device):
     """Nobody waits for the device to look at labels: the loss is NaN, or the labels are named."""
     logits = Tensor(device.asarray(np.zeros((4, 3), np.float32)))
     try:

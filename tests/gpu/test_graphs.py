@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Tensor, Worker, models, nn, ops, optim
+from nnmpi import Tensor, Worker, models, nn, ops, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.replayed import Replay
@@ -57,7 +57,7 @@ class Last(nn.Module):
 
     replayable = True
 
-    def __init__(self, layer: nn.Module, end: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, end: nn.Module):
         self.layer, self.end = layer, end
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Last(nn.Module):
 class Step:
     """A step of AdamW on a device."""
 
-    def __init__(self, name: str, device: Backend, compiled: bool) -> None:
+    def __init__(self, name: str, device: Backend, compiled: bool):
         build, shape = MODELS[name]
         draw = np.random.default_rng(1)
         x = draw.standard_normal(shape).astype("float32")
@@ -96,7 +96,7 @@ class Step:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_launches_have_the_eager_bits(device: Backend, name: str, mode: str) -> None:
+def test_launches_have_the_eager_bits(device, name, mode):
     """Rates and keys differ from step to step."""
     eager, launched = (Step(name, device, compiled) for compiled in (False, True))
     assert launched.course(mode) == eager.course(mode)
@@ -105,7 +105,7 @@ def test_launches_have_the_eager_bits(device: Backend, name: str, mode: str) -> 
         assert np.array_equal(launched.model.state()[key], values), key
 
 
-def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
+def test_a_step_is_one_graph_and_the_update(device):
     """What Python notes ends no graph."""
     step = Step("normalized and dropped", device, True)
     step.course("float32", 3)
@@ -115,7 +115,7 @@ def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
     assert kinds.count("Segment") == 2 + is_stand_in(device)
 
 
-def test_clipping_is_in_the_graph(device: Backend) -> None:
+def test_clipping_is_in_the_graph(device):
     """The host does not wait for the norm; some steps are clipped, some are not."""
     draw, found = np.random.default_rng(1), []
     x, y = (
@@ -125,7 +125,7 @@ def test_clipping_is_in_the_graph(device: Backend) -> None:
     for compiled in (False, True):
         model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5))
         optimizer = optim.AdamW(model.initialize(seed=2, backend=device).storage, lr=0.1)
-        norms: list[float] = []
+        norms = []
 
         def eager(
             x: Tensor, y: Tensor, model: Any = model, optimizer: Any = optimizer, norms: Any = norms
@@ -150,9 +150,7 @@ def test_clipping_is_in_the_graph(device: Backend) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
-def test_a_token_is_one_graph(
-    device: Backend, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_is_one_graph(device, kind, mode, monkeypatch):
     """With the eager bits, however many tokens came before; a full cache is captured anew."""
     monkeypatch.setattr(KeyValues, "LEAST", 4)
     here, there = (
@@ -167,7 +165,7 @@ def test_a_token_is_one_graph(
     numbers = draw.integers(0, 19, (2, 20))
     tokens = device.asarray(numbers)
     for compiled in (False, True):
-        run: Any = nnmpi.compile(lambda x: model(x)) if compiled else model
+        run = nnmpi.compile(lambda x: model(x)) if compiled else model
         found[compiled] = []
         with nnmpi.no_grad(), precise(mode), nn.continued({}):
             found[compiled].append(device.to_host(model(tokens[:, :3]).data))
@@ -187,7 +185,7 @@ def test_a_token_is_one_graph(
     assert kinds.count("Segment") == 1 + looks * is_stand_in(device)
 
 
-def test_a_step_that_has_changed_runs_once_before_it_is_captured_again(device: Backend) -> None:
+def test_a_step_that_has_changed_runs_once_before_it_is_captured_again(device):
     """Its kernels are then compiled, and the graphs' memory has room for its results."""
     step = Step("dropped twice", device, True)
     eager = Step("dropped twice", device, False)
@@ -211,7 +209,7 @@ class Halved(Function):
         return (grad / 2,)
 
 
-def test_operations_of_users_are_called_between_graphs(device: Backend) -> None:
+def test_operations_of_users_are_called_between_graphs(device):
     w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
 
     @nnmpi.compile
@@ -228,7 +226,7 @@ def test_operations_of_users_are_called_between_graphs(device: Backend) -> None:
     assert step.recordings == 1
 
 
-def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device: Backend) -> None:
+def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device):
     """Also with other values than at the capture."""
     table = Tensor(device.asarray(np.arange(12, dtype="float32").reshape(4, 3)), requires_grad=True)
     places, labels = np.array([0, 1]), np.array([2, 0])
@@ -251,7 +249,7 @@ def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device: Backen
 
 
 @pytest.mark.parametrize("place", ["host", "device", "argument"])
-def test_lengths_of_sequences_are_those_of_each_launch(device: Backend, place: str) -> None:
+def test_lengths_of_sequences_are_those_of_each_launch(device, place):
     """The packed order is made anew between two graphs."""
     layer = nn.LSTM(3, 4).initialize(seed=2, backend=device)
     draw = np.random.default_rng(1)
@@ -278,7 +276,7 @@ def test_lengths_of_sequences_are_those_of_each_launch(device: Backend, place: s
     assert step.recordings == 1 and not step.refusal
 
 
-def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> None:
+def test_what_cannot_be_captured_stays_eager_and_says_why(device):
     w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
     counts = []
 
@@ -295,13 +293,13 @@ def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> No
     assert len(counts) == 4 and not step.recordings and "H2D" in step.refusal
 
 
-def test_text_of_a_model_that_cannot_be_captured_goes_on(device: Backend) -> None:
+def test_text_of_a_model_that_cannot_be_captured_goes_on(device):
     """A token whose capture fails is not counted twice."""
     if is_stand_in(device):
         pytest.skip("the stand-in looks at the tokens, which ends a graph before")
 
     class Scaled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.model = models.gpt(19, 20, features=12, layers=2, heads=3)
 
         def forward(self, tokens: Any) -> Tensor:
@@ -318,7 +316,7 @@ def test_text_of_a_model_that_cannot_be_captured_goes_on(device: Backend) -> Non
     assert "H2D" in step.refusal and not step.recordings
 
 
-def test_gradients_of_a_step_that_is_done_again_are_its_own(device: Backend) -> None:
+def test_gradients_of_a_step_that_is_done_again_are_its_own(device):
     """The step does not clear them, and it is its backward pass that cannot be captured."""
 
     class Copied(Function):
@@ -348,9 +346,7 @@ def test_gradients_of_a_step_that_is_done_again_are_its_own(device: Backend) -> 
     assert "H2D" in step.refusal and not step.recordings
 
 
-def test_a_pass_that_cannot_be_captured_is_done_eagerly(
-    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_cannot_be_captured_is_done_eagerly(device, group, monkeypatch):
     """Each rank notes the same of it as of a pass that was never tried."""
     if is_stand_in(device):
         pytest.skip("the stand-in looks at the labels, which ends a graph before the loss")
@@ -375,7 +371,7 @@ def test_a_pass_that_cannot_be_captured_is_done_eagerly(
     assert losses[0] == losses[1]
 
 
-def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device: Backend) -> None:
+def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device):
     step = Step("dropped twice", device, False)
 
     @nnmpi.compile
@@ -388,7 +384,7 @@ def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device: 
         twice(step.x, step.y)
 
 
-def test_memory_of_graphs_returns_to_the_pool(device: Backend) -> None:
+def test_memory_of_graphs_returns_to_the_pool(device):
     pool = device.xp.get_default_memory_pool()
     used = []
     for _ in range(3):  # the first time constants are made, which stay
@@ -419,9 +415,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("end", [128, 90])
-def test_memory_of_a_worker(
-    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, end: int
-) -> None:
+def test_memory_of_a_worker(device, group, monkeypatch, end):
     """Recorded steps take what eager ones do, also of two shapes, and with calls between graphs."""
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((128, 8)).astype("float32"), draw.integers(0, 5, 128)
@@ -447,9 +441,7 @@ def test_memory_of_a_worker(
     assert grown[1] < 1.1 * grown[0]
 
 
-def test_a_worker_launches_graphs_from_the_third_step_of_a_shape_on(
-    device: Backend, group: Group
-) -> None:
+def test_a_worker_launches_graphs_from_the_third_step_of_a_shape_on(device, group):
     losses = {}
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((12, 6)).astype("float32"), draw.integers(0, 5, 12)

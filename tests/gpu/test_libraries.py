@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Group, Numerics, Worker, models, ops, optim, use_precision
+from nnmpi import Numerics, Worker, models, ops, optim, use_precision
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
@@ -53,7 +53,7 @@ def lying(values: Any, way: str, backend: Backend) -> Any:
     "ways", list(product(("rows", "transposed", "part"), repeat=2)), ids="-".join
 )
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) -> None:
+def test_product(device, sizes, ways, mode):
     """New, written to a place, and added to one; half precision also with a result in float32."""
     leading, n, k, m = sizes
     draw, dtype = np.random.default_rng(0), dtype_of(mode)
@@ -75,7 +75,7 @@ def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) 
         assert error <= TOLERANCES[mode] * terms.max()
 
 
-def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
+def test_float32_is_not_rounded_to_tf32(device):
     """Unless it is asked for: 1 + 2^-20 has more bits than TF32."""
     a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
     result = device.to_host(gemm(a, device.asarray(np.eye(256, dtype=np.float32))))
@@ -84,9 +84,7 @@ def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mode", KINDS)
-def test_rows_of_large_odd_products_are_aligned(
-    device: Backend, mode: str, smoothing: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_large_odd_products_are_aligned(device, mode, smoothing, monkeypatch):
     """Those of the loss's gradient too, where a kernel writes it: so all three products with an
     output's table read and write aligned rows, with the numbers of contiguous ones.
     """
@@ -119,9 +117,7 @@ def test_rows_of_large_odd_products_are_aligned(
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("build", [models.cnn, models.resnet], ids=["cnn", "resnet"])
-def test_kernels_are_compiled_ahead_by_threads(
-    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, precision: str
-) -> None:
+def test_kernels_are_compiled_ahead_by_threads(device, group, monkeypatch, build, precision):
     """All that a step launches: none is compiled while it runs, one after another."""
     kernels = device_kernels(device.xp)
     if kernels is None:

@@ -25,7 +25,7 @@ def host(device: Backend, array: Any) -> Any:
 
 @pytest.mark.parametrize("shape", [(5003, 3), (700, 16), (40, 7, 130)])
 @pytest.mark.parametrize("mean", [0.0, 1e4, -2e5])
-def test_nothing_cancels_far_from_zero(device: Backend, mean: float, shape: Any) -> None:
+def test_nothing_cancels_far_from_zero(device, mean, shape):
     """A deviation of a few roundings of the mean, beside float64."""
     x = (mean + np.random.default_rng(0).normal(0, max(abs(mean) * 1e-6, 1e-3), shape)).astype("f4")
     n = shape[-1]
@@ -43,7 +43,7 @@ def test_nothing_cancels_far_from_zero(device: Backend, mean: float, shape: Any)
 
 
 @pytest.mark.parametrize("first", [0.0, 1e4])
-def test_a_first_row_unlike_the_rest(device: Backend, first: float) -> None:
+def test_a_first_row_unlike_the_rest(device, first):
     """The distances are measured from it, and rounded: to a share of the deviation."""
     x = np.random.default_rng(0).normal(1e4 - first, 1, (3001, 4)).astype("f4")
     x[0] = first
@@ -56,7 +56,7 @@ def test_a_first_row_unlike_the_rest(device: Backend, first: float) -> None:
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32, BF16, FP16])
 @pytest.mark.parametrize("rows", [0, 1, 2])
-def test_few_rows(device: Backend, rows: int, mode: str) -> None:
+def test_few_rows(device, rows, mode):
     """An empty batch has gradients of zeros, and of one row all results are the shift."""
     x = np.random.default_rng(0).integers(-3, 4, (rows, 5)).astype(float)
     parameters = np.random.default_rng(1).integers(1, 4, (2, 5)).astype(float)
@@ -76,10 +76,10 @@ def test_few_rows(device: Backend, rows: int, mode: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (0, 4)])
 @pytest.mark.parametrize("name", ["batch", "fixed", "group", "layer"])
-def test_nothing_to_normalize(device: Backend, shape: Any, name: str) -> None:
+def test_nothing_to_normalize(device, shape, name):
     """Without images or pixels all gradients are zeros."""
     statistics = device.asarray(np.ones((2, 4), "f4"))
-    function: Any = {
+    function = {
         "batch": lambda *x: ops.batch_norm(*x)[0],
         "fixed": lambda *x: fixed_norm(*x, *statistics, 1e-5),
         "group": partial(ops.group_norm, groups=2),
@@ -94,7 +94,7 @@ def test_nothing_to_normalize(device: Backend, shape: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "group", "rms"])
-def test_views_are_what_their_copies_are(device: Backend, name: str) -> None:
+def test_views_are_what_their_copies_are(device, name):
     function = {
         "batch": lambda x, a, b: ops.batch_norm(x, a, b)[0],
         "group": lambda x, a, b: ops.group_norm(x, a, b, 2),
@@ -118,7 +118,7 @@ def test_views_are_what_their_copies_are(device: Backend, name: str) -> None:
 
 @pytest.mark.parametrize("mode", [FLOAT32, BF16])
 @pytest.mark.parametrize("shares", [(30, 12), (41, 0, 1)])
-def test_ranks_have_the_statistics_of_all(device: Backend, shares: Any, mode: str) -> None:
+def test_ranks_have_the_statistics_of_all(device, shares, mode):
     """The ranks' sums meet as those of threads would: each pass is run once for each rank, with the
     sums that the others gave before.
     """
@@ -131,7 +131,7 @@ def test_ranks_have_the_statistics_of_all(device: Backend, shares: Any, mode: st
     y.backward(grad)
     bounds = np.cumsum((0, *shares))
     parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    given: list[list[Any]] = [[] for _ in parts]
+    given = [[] for _ in parts]
     turns = 3
     for done in range(turns + 1):
         results = []
@@ -166,7 +166,7 @@ def test_ranks_have_the_statistics_of_all(device: Backend, shares: Any, mode: st
 
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32, BF16])
-def test_running_statistics(device: Backend, mode: str) -> None:
+def test_running_statistics(device, mode):
     """They move as the host's do, and the result and gradients by them are the host's."""
     low = nnmpi.backend.precision.low_dtype(mode) if mode == BF16 else np.dtype(mode)
     x = np.random.default_rng(0).normal(3, 2, (4, 50, 7)).astype(low)

@@ -3,7 +3,6 @@ travel.
 """
 
 import gc
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -29,7 +28,7 @@ from tests.harness.slow import MORE_LAYOUTS
 SIZE, MICROBATCHES = 31, 3
 # Of losses and of weights, as a share of the largest: after three steps of Adam with a large eps.
 LIMITS = {FLOAT64: 1e-9, FLOAT32: 1e-3, FP16: 3e-2, BF16: 1e-1}
-MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+MIXES = {
     # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the
     # layout
     "pp naive": ((1, 0, 1), {"schedule": "naive"}),
@@ -55,7 +54,7 @@ def mesh_of(name: str, ranks: int) -> tuple[int, int, int] | None:
     given = int(np.prod([size for size in sizes if size]))
     if ranks % given or (ranks == given and 0 in sizes and given > 1):
         return None
-    return tuple(size or ranks // given for size in sizes)  # type: ignore[return-value]
+    return tuple(size or ranks // given for size in sizes)
 
 
 def train(
@@ -103,7 +102,7 @@ def hosts(group: Group, setup: str, layout: Layout | None, epochs: int) -> dict[
 
 def assert_equal(
     group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any
-) -> None:
+):
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
     right = hosts(group, setup, layout, options.get("epochs", 1))
     result = train(group, device, setup, mode, layout, **options)
@@ -145,9 +144,7 @@ def grown(group: Group, device: Backend, options: dict[str, Any]) -> tuple[int, 
     ],
     ids=lambda options: " ".join(map(str, options.items())),
 )
-def test_memory_of_graphs(
-    group: Group, device: Backend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_graphs(group, device, options, monkeypatch):
     """Recorded steps take what the eager ones do, on all ranks together: stages are cut by times.
 
     The double's pool does not cut its blocks.
@@ -172,9 +169,7 @@ def test_memory_of_graphs(
         ("resnet", "ring", True),
     ],
 )
-def test_data_parallel(
-    group: Group, device: Backend, setup: str, algorithm: str, overlap: bool
-) -> None:
+def test_data_parallel(group, device, setup, algorithm, overlap):
     """Every all-reduce, in buckets small enough that several are under way."""
     assert_equal(
         group,
@@ -191,9 +186,7 @@ def test_data_parallel(
 @pytest.mark.mpi
 @pytest.mark.parametrize("mode", [FLOAT32, BF16, FP16])
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
-def test_data_parallel_in_lower_precision(
-    group: Group, device: Backend, algorithm: str, mode: str
-) -> None:
+def test_data_parallel_in_lower_precision(group, device, algorithm, mode):
     """Gradients travel in float32 whatever the layers compute in."""
     assert_equal(group, device, "cnn", mode, None, allreduce=algorithm)
 
@@ -214,7 +207,7 @@ LAYOUTS = [
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("setup", "mode", "name"), [row(*item) for item in LAYOUTS])
-def test_layout(group: Group, device: Backend, setup: str, mode: str, name: str) -> None:
+def test_layout(group, device, setup, mode, name):
     """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations
     travel so, too.
     """
@@ -233,7 +226,7 @@ def test_layout(group: Group, device: Backend, setup: str, mode: str, name: str)
 @pytest.mark.mpi
 @pytest.mark.needs_ranks(2, 3)
 @pytest.mark.parametrize("name", ["pp zero-bubble", "pp 1f1b"])
-def test_stages_are_graphs(group: Group, device: Backend, name: str) -> None:
+def test_stages_are_graphs(group, device, name):
     """In the third epoch what a stage computes between its messages is launched, halves, too."""
     layout = spread(SETUPS["mlp"], (1, group.size, 1), **MIXES[name][1])
     assert_equal(group, device, "mlp", FLOAT64, layout, epochs=4)
@@ -256,7 +249,7 @@ def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) ->
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("sync", WAITING, ids=name_of)
-def test_asynchronous_modes_that_wait(group: Group, device: Backend, sync: Sync) -> None:
+def test_asynchronous_modes_that_wait(group, device, sync):
     """Servers in step, local steps, gossip: what they do does not depend on who is faster."""
     skip_unless_fitting(group, sync)
     right, result = (asynchronous(group, backend, sync) for backend in (numpy_backend(), device))
@@ -266,7 +259,7 @@ def test_asynchronous_modes_that_wait(group: Group, device: Backend, sync: Sync)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("sync", RUNNING, ids=name_of)
-def test_asynchronous_modes_that_run_free(group: Group, device: Backend, sync: Sync) -> None:
+def test_asynchronous_modes_that_run_free(group, device, sync):
     """Nobody waits, so no two runs are alike: the loss is that of a model that learns, and all
     ranks agree.
     """

@@ -32,7 +32,7 @@ DTYPES = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @pytest.fixture
-def kernels(device: Backend) -> Any:
+def kernels(device):
     """What a device prints kernels with; the stand-in prints none."""
     if is_stand_in(device):
         pytest.skip("the stand-in for a device has no compiler")
@@ -82,7 +82,7 @@ def compare(
 
 @pytest.mark.parametrize("name", ONE)
 @pytest.mark.parametrize("along", [False, True])
-def test_functions_of_an_element(kernels: Any, device: Backend, name: str, along: bool) -> None:
+def test_functions_of_an_element(kernels, device, name, along):
     """Infinities, NaN and zeros as in NumPy: of elements alone, and of rows with a sum."""
     x = np.float32(rows(9, 70))
     x[abs(x) < 1e-30] = 0  # CuPy's compiler takes smaller ones for 0
@@ -98,7 +98,7 @@ SHAPES = [(1, 1), (5, 1), (3, 33), (300, 8), (2, 3, 40), (40,), (3, 1040), (2, 9
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(kernels: Any, device: Backend, shape: Any, dtype: str) -> None:
+def test_shapes(kernels, device, shape, dtype):
     """Of elements alone; with sums along rows of a warp, of a block, and of a large block."""
     x = drawn(*shape)
     compare(device, mish, x, dtype=dtype)
@@ -108,7 +108,7 @@ def test_shapes(kernels: Any, device: Backend, shape: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(131, 7), (5003, 8), (12, 1100)])
-def test_numbers_of_rows_and_columns(kernels: Any, device: Backend, shape: Any, dtype: str) -> None:
+def test_numbers_of_rows_and_columns(kernels, device, shape, dtype):
     """Read and returned, with the sums over rows of several blocks."""
     total = np.float64 if dtype == "float64" else np.float32
     sums = [device.asarray(np.full(shape[1], 9, total)) for _ in range(2)]
@@ -121,7 +121,7 @@ def test_numbers_of_rows_and_columns(kernels: Any, device: Backend, shape: Any, 
 
 
 @pytest.mark.parametrize("shape", [(3, 700, 8), (2, 5, 7), (4, 1, 8), (1, 9, 16)])
-def test_samples_have_columns_of_their_own(kernels: Any, device: Backend, shape: Any) -> None:
+def test_samples_have_columns_of_their_own(kernels, device, shape):
     """Vectors of each sample beside those of all, and sums of each."""
 
     def formula(x: Any, own: Any, column: Any, each: Any) -> Any:
@@ -145,7 +145,7 @@ def test_samples_have_columns_of_their_own(kernels: Any, device: Backend, shape:
 
 
 @pytest.mark.parametrize("n", [20, 1100])
-def test_a_nan_is_the_largest(kernels: Any, device: Backend, n: int) -> None:
+def test_a_nan_is_the_largest(kernels, device, n):
     """In whatever place, and with either sign."""
     x = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)[-40:]
     x[range(len(x)), np.arange(len(x)) * n // len(x)] = np.resize([np.nan, -np.nan], len(x))
@@ -154,14 +154,14 @@ def test_a_nan_is_the_largest(kernels: Any, device: Backend, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 100, 1000, 1100, 10000])
-def test_the_mean_of_equal_elements_is_that_element(kernels: Any, device: Backend, n: int) -> None:
+def test_the_mean_of_equal_elements_is_that_element(kernels, device, n):
     """Whatever it is: so a row of equal elements has no variance."""
     x = np.random.default_rng(n).normal(1e4, 1, (9, 1)).astype("f4").repeat(n, 1)
     (y,) = kernels.rows(lambda x: (x - x.mean(axis=-1, keepdims=True),), device.asarray(x))
     assert not device.to_host(y).any()
 
 
-def test_memory_is_used_again(kernels: Any, device: Backend) -> None:
+def test_memory_is_used_again(kernels, device):
     """But not where a row is read after it was overwritten; with a number as the guard that is not
     finite nothing is written.
     """
@@ -185,9 +185,7 @@ def test_memory_is_used_again(kernels: Any, device: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("formula", [updates, too_early, in_place])
-def test_rows_are_written_where_the_formula_says(
-    kernels: Any, device: Backend, formula: Any, dtype: str
-) -> None:
+def test_rows_are_written_where_the_formula_says(kernels, device, formula, dtype):
     """What is read after it was overwritten, and rows with gaps, are left to the library."""
     for step in (1, 2):
         given = [device.asarray(drawn(5, 8, seed=k).astype(dtype_named(dtype))) for k in (0, 1)]
@@ -201,7 +199,7 @@ def test_rows_are_written_where_the_formula_says(
 
 
 @pytest.mark.parametrize("name", sorted({*LEFT} - {"values decide", "other functions"}))
-def test_other_functions_are_left_to_the_library(kernels: Any, device: Backend, name: str) -> None:
+def test_other_functions_are_left_to_the_library(kernels, device, name):
     """And their results are its."""
     x = device.asarray(drawn(6, 40).astype("f4"))
     if name == "arrays around":
@@ -214,7 +212,7 @@ def test_other_functions_are_left_to_the_library(kernels: Any, device: Backend, 
         np.testing.assert_array_equal(*map(device.to_host, (result, other)))
 
 
-def test_arrays_of_the_host_are_refused(kernels: Any, device: Backend) -> None:
+def test_arrays_of_the_host_are_refused(kernels, device):
     """CuPy would pass their contents as a number."""
     x = np.ones((3, 4), np.float32)
     with pytest.raises(Exception, match="in the host's memory; copy it there"):
@@ -225,7 +223,7 @@ def test_arrays_of_the_host_are_refused(kernels: Any, device: Backend) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_formulas(kernels: Any, device: Backend, seed: int) -> None:
+def test_random_formulas(kernels, device, seed):
     """Chains of functions, sums and choices."""
     rng = np.random.default_rng(seed)
     steps = tuple(STEPS[i] for i in rng.integers(0, len(STEPS), 12))

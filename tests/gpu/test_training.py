@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Numerics, Tensor, Worker, models, nn, ops, optim
+from nnmpi import Numerics, Tensor, Worker, models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import DivergenceError
 from nnmpi.compose.losses import SQUARES, DeferredScalars
@@ -50,7 +50,7 @@ class Model:
     regression: bool = False
 
 
-MODELS: Mapping[str, Model] = {
+MODELS = {
     "mlp": Model(lambda: models.mlp((8, 8, 1), CLASSES, (33, 21)), (8, 8, 1)),
     "mlp with dropout": Model(
         lambda: models.mlp((8, 8, 1), CLASSES, (33, 21), "gelu", 0.3), (8, 8, 1)
@@ -59,7 +59,7 @@ MODELS: Mapping[str, Model] = {
     "resnet": Model(lambda: models.resnet((8, 8, 3), CLASSES, width=4), (8, 8, 3)),
     "transformer block": Model(lambda: nn.TransformerBlock(24, 3, 50), (17, 24), regression=True),
 }
-OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
+OPTIMIZERS = {
     "sgd": lambda storage: optim.SGD(storage, lr=0.05),
     "momentum": lambda storage: optim.SGD(
         storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3
@@ -74,7 +74,7 @@ class Training:
 
     def __init__(
         self, model: Model, optimizer: str, backend: Backend, mode: str, compiled: bool = False
-    ) -> None:
+    ):
         wide = FLOAT64 if mode == FLOAT64 else FLOAT32
         draw = np.random.default_rng(1)
         x = draw.standard_normal((BATCH, *model.sample)).astype(wide)
@@ -121,7 +121,7 @@ class Training:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_is_the_hosts(device: Backend, name: str, mode: str) -> None:
+def test_training_is_the_hosts(device, name, mode):
     """SGD in each precision beside NumPy in float64."""
     right = Training(MODELS[name], "sgd", numpy_backend(), FLOAT64).course()
     result = Training(MODELS[name], "sgd", device, mode).course()
@@ -130,7 +130,7 @@ def test_training_is_the_hosts(device: Backend, name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_are_the_hosts(device: Backend, optimizer: str, mode: str) -> None:
+def test_optimizers_are_the_hosts(device, optimizer, mode):
     """Each of them on the smallest model."""
     right = Training(MODELS["mlp"], optimizer, numpy_backend(), FLOAT64).course()
     result = Training(MODELS["mlp"], optimizer, device, mode).course()
@@ -139,7 +139,7 @@ def test_optimizers_are_the_hosts(device: Backend, optimizer: str, mode: str) ->
 
 @pytest.mark.parametrize("mode", [FLOAT32, BF16])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_recorded_step_is_the_plain_one(device: Backend, name: str, mode: str) -> None:
+def test_a_recorded_step_is_the_plain_one(device, name, mode):
     """The same calls on the same arrays; but cuBLAS may add up in another order where these lie
     elsewhere.
     """
@@ -153,7 +153,7 @@ def test_a_recorded_step_is_the_plain_one(device: Backend, name: str, mode: str)
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_step_waits_for_the_device(real_device: Backend, name: str, compiled: bool) -> None:
+def test_no_step_waits_for_the_device(real_device, name, compiled):
     """After the first steps, which compile kernels and test cuBLAS, the host only asks and never
     waits.
     """
@@ -167,7 +167,7 @@ def test_no_step_waits_for_the_device(real_device: Backend, name: str, compiled:
 @pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", ["mlp with dropout", "cnn", "transformer block"])
-def test_memory_stays_flat(device: Backend, name: str, compiled: bool) -> None:
+def test_memory_stays_flat(device, name, compiled):
     """Over a thousand steps (fewer where NumPy stands in), not a byte more is in use, nor in the
     pool.
     """
@@ -210,9 +210,7 @@ def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> l
     ],
     ids=["adam", "momentum-clip", "sgd"],
 )
-def test_numbers_that_are_read_a_step_late_change_nothing(
-    device: Backend, group: Group, make: Any, clip: float | None, bad: int | None
-) -> None:
+def test_numbers_that_are_read_a_step_late_change_nothing(device, group, make, clip, bad):
     """Not a report, not a weight, and not the step at which a run stops: a batch with NaN changes
     nothing, though its update is launched, and the next step too, before anybody knows.
     """
@@ -228,11 +226,11 @@ def test_numbers_that_are_read_a_step_late_change_nothing(
         numerics = Numerics(clip=clip)
         worker = Worker(model, optimizer, group, numerics=numerics, backend=device)
         if not late:
-            worker._can_go_ahead = lambda: False  # type: ignore[method-assign]
+            worker._can_go_ahead = lambda: False
         assert worker._can_go_ahead() == (late and not is_stand_in(device))
-        reports: list[tuple[float, ...]] = []
+        reports = []
 
-        def note(item: Progress, reports: list[tuple[float, ...]] = reports) -> None:
+        def note(item: Progress, reports: list[tuple[float, ...]] = reports):
             reports.append((item.batch, item.totals.loss, item.totals.accuracy))
             reports.append((item.totals.grad_norm, item.totals.samples, item.totals.steps))
 
@@ -270,9 +268,7 @@ class Magnitude(nn.Module):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_gradient_that_alone_is_not_finite_ends_the_run(
-    device: Backend, group: Group, late: bool
-) -> None:
+def test_a_gradient_that_alone_is_not_finite_ends_the_run(device, group, late):
     """The loss is finite; so is the next step's gradient, which is there when the norm is read."""
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((40, 4)).astype("float32"), draw.integers(0, 3, 40)
@@ -283,7 +279,7 @@ def test_a_gradient_that_alone_is_not_finite_ends_the_run(
     optimizer = optim.SGD(model.storage, lr=0.01)
     worker = Worker(model, optimizer, group, backend=device)
     if not late:
-        worker._can_go_ahead = lambda: False  # type: ignore[method-assign]
+        worker._can_go_ahead = lambda: False
     with np.errstate(all="ignore"), pytest.raises(DivergenceError):  # the double's, by NumPy
         worker.run(Loader(dataset, 5), 0, 0, 8, 0, lambda step: 0.01)
     assert optimizer.steps == 4
@@ -291,9 +287,7 @@ def test_a_gradient_that_alone_is_not_finite_ends_the_run(
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])
-def test_a_norm_that_is_read_late_is_the_steps_own(
-    device: Backend, group: Group, size: float
-) -> None:
+def test_a_norm_that_is_read_late_is_the_steps_own(device, group, size):
     """Even if it is 0, or so small or large that float32 cannot hold its square."""
     if is_stand_in(device):
         pytest.skip("the stand-in has no kernel for the norm")

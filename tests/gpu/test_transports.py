@@ -5,8 +5,7 @@ arrays.
 import numpy as np
 import pytest
 
-from nnmpi import Group, NnmpiError
-from nnmpi.backend.backend import Backend
+from nnmpi import NnmpiError
 from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.base.shard import part
@@ -34,9 +33,7 @@ OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BRO
 @pytest.mark.parametrize("n", [0, 1, 7919])
 @pytest.mark.parametrize(("operation", "algorithm"), SUMS + OTHERS)
 @pytest.mark.parametrize("kind", ["float32", "int64", "float16", "bfloat16"])
-def test_collectives_keep_their_contracts(
-    group: Group, device: Backend, operation: str, algorithm: str, n: int, kind: str
-) -> None:
+def test_collectives_keep_their_contracts(group, device, operation, algorithm, n, kind):
     """Whole numbers, which every order of adding sums exactly; blocking, polled and waited for."""
     dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind)
     full = [
@@ -73,9 +70,7 @@ def test_collectives_keep_their_contracts(
 
 
 @pytest.mark.mpi
-def test_the_user_says_whether_mpi_takes_device_arrays(
-    group: Group, device: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_says_whether_mpi_takes_device_arrays(group, device, monkeypatch):
     try:
         for word in ("1", "yes"):
             monkeypatch.setenv("NNMPI_CUDA_AWARE", word)
@@ -90,16 +85,14 @@ def test_the_user_says_whether_mpi_takes_device_arrays(
         buffers.cuda_aware.cache_clear()
 
 
-def test_arrays_without_axes_come_to_the_host(device: Backend) -> None:
+def test_arrays_without_axes_come_to_the_host(device):
     assert buffers.to_host(device.asarray(np.array(3.0))).shape == ()
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("root", [0, -1])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
-def test_any_rank_broadcasts_any_shape(
-    group: Group, device: Backend, shape: tuple[int, ...], root: int
-) -> None:
+def test_any_rank_broadcasts_any_shape(group, device, shape, root):
     array = device.xp.full(shape, group.rank + 1, dtype=np.float32)
     group.broadcast(array, root % group.size)
     assert (
@@ -109,7 +102,7 @@ def test_any_rank_broadcasts_any_shape(
 
 
 @pytest.mark.mpi
-def test_what_cannot_be_summed_is_refused(group: Group, device: Backend) -> None:
+def test_what_cannot_be_summed_is_refused(group, device):
     xp = device.xp
     for array in (xp.zeros(3, bool), xp.zeros((2, 2)), xp.zeros(6)[::2]):
         with pytest.raises(NnmpiError):
@@ -125,7 +118,7 @@ def test_what_cannot_be_summed_is_refused(group: Group, device: Backend) -> None
 
 
 @pytest.mark.mpi
-def test_ranks_share_the_card(group: Group, device: Backend) -> None:
+def test_ranks_share_the_card(group, device):
     """Each has a part of the memory that is free, and can use it."""
     limit = device.memory().limit_bytes
     device.divide_memory(group.size)

@@ -48,7 +48,7 @@ def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
     CuPy's switch takes every copy to the host for a wait; what makes such copies without one is
     left out.
     """
-    counts: Counter[str] = Counter()
+    counts = Counter()
     cuda = backend.xp.cuda
     with monkeypatch.context() as patch, no_waiting():
         for place, function in (
@@ -72,7 +72,7 @@ def _allowed(function: Any) -> Any:
 
 
 def _counted(counts: Counter[str], name: str, function: Any) -> Any:
-    def synchronize(self: Any) -> None:
+    def synchronize(self: Any):
         counts[name] += 1
         function(self)
 
@@ -90,12 +90,12 @@ def worker(backend: Backend, group: Group, build: Any = models.mlp, **options: A
 )
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_few_waits_a_step(
-    real_device: Backend,
-    group: Group,
-    monkeypatch: pytest.MonkeyPatch,
-    build: Any,
-    microbatches: int,
-) -> None:
+    real_device,
+    group,
+    monkeypatch,
+    build,
+    microbatches,
+):
     """For its numbers, and for the gradient's norm; not for forward, backward and update."""
     item = worker(real_device, group, build, clip=0.1)
     loader = Loader(digits(), 12, microbatches=microbatches, transform=Normalize.fit(digits()))
@@ -109,9 +109,7 @@ def test_few_waits_a_step(
     given.close()
 
 
-def test_one_wait_an_evaluation(
-    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wait_an_evaluation(real_device, group, monkeypatch):
     """However many batches it has; the loader waits for its copies, of two batches before."""
     item = worker(real_device, group)
     loader = Loader(digits(), 16, workers=0)
@@ -123,9 +121,7 @@ def test_one_wait_an_evaluation(
     given.close()
 
 
-def test_one_wait_for_a_gradient_of_ones_own(
-    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wait_for_a_gradient_of_ones_own(real_device, group, monkeypatch):
     """Where workers do not go in step."""
     dataset, backend = digits(), real_device
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
@@ -141,9 +137,7 @@ def test_one_wait_for_a_gradient_of_ones_own(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", range(4))
-def test_nobody_waits_without_a_word(
-    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_nobody_waits_without_a_word(real_device, group, monkeypatch, number):
     """Where ranks exchange arrays, messages wait for their copies, and say so."""
     layout = [
         Layout(),
@@ -184,9 +178,7 @@ def test_nobody_waits_without_a_word(
 
 
 @pytest.mark.parametrize("rows", [6, 0])
-def test_statistics_over_ranks_are_the_hosts(
-    real_device: Backend, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_statistics_over_ranks_are_the_hosts(real_device, monkeypatch, rows):
     """They are not waited for where the sum does not; an empty batch changes no running
     statistics.
     """
@@ -215,7 +207,7 @@ def test_statistics_over_ranks_are_the_hosts(
         assert not result[0][-2].any() and (result[0][-1] == 1).all()
 
 
-def test_a_label_that_is_no_class_is_found_on_the_host(real_device: Backend, group: Group) -> None:
+def test_a_label_that_is_no_class_is_found_on_the_host(real_device, group):
     """The kernel cannot say so; the error names the row."""
     item = worker(real_device, group)
     batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
@@ -224,7 +216,7 @@ def test_a_label_that_is_no_class_is_found_on_the_host(real_device: Backend, gro
         item.step(batch)
 
 
-def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group: Group) -> None:
+def test_an_index_without_a_row_is_found_on_the_host(real_device, group):
     """Before it goes to the device."""
     backend = real_device
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(
@@ -239,7 +231,7 @@ def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group
         item.step(batch)
 
 
-def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group: Group) -> None:
+def test_a_loss_that_is_not_finite_changes_no_weight(real_device, group):
     """It is found when the step's numbers are read, before the update, and its place is told."""
     item = worker(real_device, group)
     before = item.model.state()
@@ -252,13 +244,13 @@ def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group
     np.testing.assert_equal(item.model.state(), before)
 
 
-def test_an_update_is_not_fused_on_a_device(real_device: Backend, group: Group) -> None:
+def test_an_update_is_not_fused_on_a_device(real_device, group):
     """It works in memory that the ranks of a node share."""
     item = worker(real_device, group, fused_update=True)
     assert "not fused: the weights are on a device" in item.notice
 
 
-def test_kernels_that_are_switched_off_are_recorded_apart(real_device: Backend) -> None:
+def test_kernels_that_are_switched_off_are_recorded_apart(real_device):
     """As on the host: within `jit(False)` a step is another one."""
     step = nnmpi.compile(lambda x: ops.softmax(x))
     x = real_device.asarray(np.linspace(0, 1, 12, dtype="float32").reshape(3, 4))
@@ -271,7 +263,7 @@ def test_kernels_that_are_switched_off_are_recorded_apart(real_device: Backend) 
     )
 
 
-def test_a_replay_makes_few_calls(real_device: Backend) -> None:
+def test_a_replay_makes_few_calls(real_device):
     """It launches graphs and an update, however many kernels they are."""
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(
         backend=real_device
@@ -293,10 +285,10 @@ def test_a_replay_makes_few_calls(real_device: Backend) -> None:
 @contextmanager
 def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count the copies to and from the stand-in for a device, and the waits for it."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     xp = backend.xp
 
-    def counted(owner: Any, name: str, kind: str, host_only: bool = False) -> None:
+    def counted(owner: Any, name: str, kind: str, host_only: bool = False):
         function = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -320,9 +312,7 @@ def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
 
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("build", [models.mlp, models.cnn], ids=["mlp", "cnn"])
-def test_a_step_sends_nothing_and_reads_once(
-    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, resident: bool
-) -> None:
+def test_a_step_sends_nothing_and_reads_once(device, group, monkeypatch, build, resident):
     """Of a data set that is there; of any other, its two arrays, not waited for."""
     if not is_stand_in(device):
         pytest.skip("copies are counted on the stand-in")
@@ -333,7 +323,7 @@ def test_a_step_sends_nothing_and_reads_once(
     loader = Loader(digits(), 16, transform=Normalize.fit(digits()))
     steps = len(loader)
 
-    def epoch(number: int) -> None:
+    def epoch(number: int):
         item.run(loader, number, 0, steps, step=number * steps, lr=lambda step: 0.1)
 
     for number in range(3):  # the short last batch is captured in the third epoch

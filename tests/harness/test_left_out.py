@@ -28,7 +28,7 @@ def runs_on(test: Any, among: list[int], quick: bool = True) -> list[int]:
 
 
 @pytest.mark.parametrize("among", [[2, 3, 4], [2, 3, 4, 6, 8], [2]], ids=str)
-def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
+def test_what_is_dealt_out_runs_once(among):
     names = [f"equivalence/test_a.py::test_b[{number}]" for number in range(300)]
     runs = [runs_on(item(name), among) for name in names]
     assert all(len(run) == 1 for run in runs)
@@ -46,11 +46,11 @@ def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
         ("comm/test_group.py", {"slow": ("why",)}, [6, 8], []),
     ],
 )
-def test_where_a_test_runs(name: str, marks: Any, among: list[int], wanted: list[int]) -> None:
+def test_where_a_test_runs(name, marks, among, wanted):
     assert all(runs_on(item(f"{name}::test_b[{n}]", **marks), among) == wanted for n in range(20))
 
 
-def test_messages_are_tried_on_one_of_many_ranks() -> None:
+def test_messages_are_tried_on_one_of_many_ranks():
     names = [f"comm/test_group.py::test_b[{n}]" for n in range(100)]
     runs = [runs_on(item(name), left_out.ALL_RANKS[1:]) for name in names]
     assert [run[:3] for run in runs] == [[2, 3, 4]] * 100
@@ -58,7 +58,7 @@ def test_messages_are_tried_on_one_of_many_ranks() -> None:
     assert {len(run) for run in runs} == {4}
 
 
-def test_what_is_slow_is_dealt_to_few_ranks() -> None:
+def test_what_is_slow_is_dealt_to_few_ranks():
     slow = [item(f"equivalence/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
     assert {tuple(runs_on(entry, left_out.ALL_RANKS[1:], quick=False)) for entry in slow} == {
         (2,),
@@ -75,13 +75,11 @@ def test_what_is_slow_is_dealt_to_few_ranks() -> None:
         ("comm/test_group.py", 33, 33),
     ],
 )
-def test_simulated_trainings_are_dealt_to_few_ranks(
-    name: str, on_host: int, on_double: int
-) -> None:
+def test_simulated_trainings_are_dealt_to_few_ranks(name, on_host, on_double):
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
-def test_half_of_many_cases_run() -> None:
+def test_half_of_many_cases_run():
     """All of up to eight; a case is one on any number of simulated ranks."""
     few = [item(f"a.py::test_few[{n}]") for n in range(8)]
     many = [item(f"a.py::test_b[{size}-ranks-seed-0-{n}]") for n in range(30) for size in (2, 33)]
@@ -90,7 +88,7 @@ def test_half_of_many_cases_run() -> None:
     assert len({name.rpartition("-")[2] for name in others}) == 15
 
 
-def test_options_of_a_run() -> None:
+def test_options_of_a_run():
     """A plain one leaves out what is slow; with --all it runs on few ranks."""
     quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
     expected = {
@@ -131,7 +129,7 @@ def test_slow_on_ranks(group, number): pass
 @pytest.mark.slow(HARNESS)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_plain_and_rest_are_all(ranks: int, tmp_path: Path) -> None:
+def test_plain_and_rest_are_all(ranks, tmp_path):
     for place in ("comm", "equivalence"):
         (tmp_path / "tests" / place).mkdir(parents=True)
         (tmp_path / "tests" / place / f"test_planted_{place}.py").write_text(PLANTED)

@@ -70,7 +70,7 @@ def harness(folder: Path, tests: str, options: str) -> Ending:
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
+def planted(tmp_path_factory):
     """All planted failures in one run, between tests that pass."""
     bodies = [
         f"def test_{name}(group):\n    {statement}\n    group.barrier()\n    group.barrier()\n"
@@ -85,7 +85,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow(HARNESS)
 @pytest.mark.parametrize("name", PLANTED)
-def test_one_rank_fails_and_so_do_all(name: str, planted: str) -> None:
+def test_one_rank_fails_and_so_do_all(name, planted):
     assert planted.count(f"FAILED on 3 ranks: test_planted.py::test_{name}\n") == 1, planted
     parts = re.split(r"The run on 3 ranks .* in test_planted.py::test_(\w+)\n", planted)
     reported = dict(zip(parts[1::2], parts[::2], strict=False))[name]
@@ -98,14 +98,14 @@ def test_one_rank_fails_and_so_do_all(name: str, planted: str) -> None:
 
 
 @pytest.mark.slow(HARNESS)
-def test_the_others_pass(planted: str) -> None:
+def test_the_others_pass(planted):
     assert f"3 ranks:     4 passed, {len(PLANTED) + 1} failed" in planted
     # the deaf one: where it was, and with the failures
     assert planted.count("was killed after") == 2
 
 
 @pytest.mark.slow(HARNESS)
-def test_what_all_ranks_fail_in_is_shown_once(planted: str) -> None:
+def test_what_all_ranks_fail_in_is_shown_once(planted):
     assert len(re.findall("E +ValueError: alike", planted)) == 1, planted
     summary = (
         # with the other failures, at the end
@@ -115,7 +115,7 @@ def test_what_all_ranks_fail_in_is_shown_once(planted: str) -> None:
     assert planted.count("said") == 2  # in the source line, and as captured output
 
 
-RUNS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
+RUNS = {
     # tests, options, exit status, and what must be printed
     "sizes are counted apart": (
         (
@@ -201,7 +201,7 @@ RUNS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         for name in RUNS
     ],
 )
-def test_a_run(name: str, tmp_path: Path) -> None:
+def test_a_run(name, tmp_path):
     tests, options, status, lines = RUNS[name]
     ending = harness(tmp_path, tests, options)
     assert ending.status == status, ending.output
@@ -209,7 +209,7 @@ def test_a_run(name: str, tmp_path: Path) -> None:
         assert line in ending.output, ending.output
 
 
-def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
+def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path):
     planted = (
         "def test_planted(group):\n    assert group.rank != 1, 'planted'\n    group.barrier()\n"
     )
@@ -235,7 +235,7 @@ def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(HARNESS)
-def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: Path) -> None:
+def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path):
     """Every test runs once, a crash takes one test along, and the two sizes and the serial tests
     are counted apart.
     """
@@ -257,7 +257,7 @@ def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: 
         assert line in ending.output, ending.output
 
 
-def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path):
     """What passes then is named and fails nothing; what fails again has failed; nothing else runs
     twice.
     """
@@ -283,7 +283,7 @@ def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Pa
 
 
 @pytest.mark.slow(HARNESS)
-def test_an_interruption_ends_all_runs(tmp_path: Path) -> None:
+def test_an_interruption_ends_all_runs(tmp_path):
     """Of the harness, by a signal; a rank of either run that outlived it would go on ticking."""
     tick = (
         "    for _ in range(999):\n        open(__file__ + {name!r}, 'w').close();"
@@ -310,7 +310,7 @@ def test_an_interruption_ends_all_runs(tmp_path: Path) -> None:
     assert [path.name for path in ticks if path.exists()] == []
 
 
-def wait_until(holds: Callable[[], bool], limit_s: float = 120) -> None:
+def wait_until(holds: Callable[[], bool], limit_s: float = 120):
     """Wait until something holds."""
     begin = time.monotonic()
     while not holds():
@@ -318,7 +318,7 @@ def wait_until(holds: Callable[[], bool], limit_s: float = 120) -> None:
         time.sleep(0.1)
 
 
-def test_help_needs_nothing_that_is_installed() -> None:
+def test_help_needs_nothing_that_is_installed():
     """-I and -S: without what site-packages hold."""
     code = (
         "import runpy, sys; sys.path.insert(0, '.'); sys.argv[1:] = ['--help'];"
@@ -336,7 +336,7 @@ def test_help_needs_nothing_that_is_installed() -> None:
     assert "--ranks" in ran.stdout
 
 
-def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_a_job(tmp_path, monkeypatch):
     """Not even what ignores SIGTERM, and whose parent has ended."""
     monkeypatch.setattr(job, "TERM_S", 0.5)
     pid_file = tmp_path / "pid"
@@ -350,7 +350,7 @@ def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pytest.fail("sleep still runs")
 
 
-def test_records_of_several_ranks(tmp_path: Path) -> None:
+def test_records_of_several_ranks(tmp_path):
     """A line that was cut off is left out."""
     ranks = [Writer(tmp_path, rank) for rank in range(2)]
     for rank in ranks:
@@ -376,7 +376,7 @@ def test_records_of_several_ranks(tmp_path: Path) -> None:
     assert result.cpu_s == {"a": 1.0, "b": 0.0, "c": 0.0}
 
 
-def test_a_launcher_that_starts_nothing_is_asked_once_more(tmp_path: Path) -> None:
+def test_a_launcher_that_starts_nothing_is_asked_once_more(tmp_path):
     script = tmp_path / "launcher"
     script.write_text(f'#!/bin/sh\necho try >>"$0.tries"\necho "{NOT_STARTED}."\nexit 213\n')
     script.chmod(0o755)

@@ -5,12 +5,9 @@ failure is the test's.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.group import Group
 from tests.harness.simulated import FEW, MANY
 from tests.harness.test_runner import ROOT
 
@@ -40,7 +37,7 @@ def test_sizes(group):
 
 
 @pytest.fixture
-def alone(group: Group) -> Iterator[list[int]]:
+def alone(group):
     """A list of this rank's own."""
     local = [group.rank]
     yield local
@@ -48,15 +45,13 @@ def alone(group: Group) -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def twice(alone: list[int]) -> list[int]:
+def twice(alone):
     """Hangs on the group by another fixture."""
     return alone
 
 
 @pytest.mark.simulated
-def test_each_rank_has_what_is_its_own(
-    group: Group, alone: list[int], twice: list[int], tmp_path: Path
-) -> None:
+def test_each_rank_has_what_is_its_own(group, alone, twice, tmp_path):
     """Fixtures are made once for each rank, and ended there."""
     assert group.size in FEW + MANY
     assert twice is alone
@@ -66,7 +61,7 @@ def test_each_rank_has_what_is_its_own(
     ]
 
 
-def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
+def test_what_fails_and_hangs_is_told(tmp_path):
     """One rank's failure by its number; a rank that waits for ever is left behind at the test's
     time limit.
     """
@@ -106,7 +101,7 @@ def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_each_rank_has_temporary_files_of_its_own(group: Group, tmp_path: Path) -> None:
+def test_each_rank_has_temporary_files_of_its_own(group, tmp_path):
     """In pytest's shared folder eight ranks that tidied up at once met one another's half-removed
     folders.
     """

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from nnmpi.lab.render.collectives import compare, render
 from tests.comm.test_fit import make as make_fit
 
 
-def test_prove_and_render() -> None:
+def test_prove_and_render():
     assert (
         main(["prove", "ring", "--ranks", "17"])
         == "all-reduce by ring is right on 17 ranks: 32 rounds, 544 messages, 544 chunks sent"
@@ -44,7 +43,7 @@ def lost(rank, size): return [Step(to=size, send=[0])]
 """
 
 
-def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
+def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     for name, sentence in (
@@ -58,7 +57,7 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
                 main([command, f"{file}:{name}"])
 
 
-def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: Path) -> None:
+def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     doubling = as_collective(
         load_custom(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)")
@@ -71,7 +70,7 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: P
         compare({"doubling": doubling}, "doubling", 3, Machine.uniform(1.0, 1.0))
 
 
-def test_simulate_and_list() -> None:
+def test_simulate_and_list():
     words = ["--ranks", "4", "--bytes", "400", "--network", "alpha=1,beta=0.25,gamma=0.125"]
     text = main(["simulate", "ring", *words])
     assert text.startswith(
@@ -118,14 +117,14 @@ def test_simulate_and_list() -> None:
         ("prove ring --bytes 4", "--bytes is not an option"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(words: str, sentence: str) -> None:
+def test_mistakes_are_told_in_a_sentence(words, sentence):
     with pytest.raises(UsageError) as error:
         main(words.split())
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
+def test_a_mistake_ends_with_status_2_and_needs_no_mpi():
     code = (
         "import sys, runpy; sys.modules['mpi4py'] = None; runpy.run_module('nnmpi.lab.comm',"
         " run_name='__main__')"
@@ -137,7 +136,7 @@ def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
     assert done.stderr.count("\n") == 1 and "all-reduce has no algorithm 'x'" in done.stderr
 
 
-def test_strange_machines_are_simulated_as_asked() -> None:
+def test_strange_machines_are_simulated_as_asked():
     def simulated(network: str) -> str:
         words = ["simulate", "ring", "--ranks", "4", "--bytes", "4MB"]
         return main([*words, "--network", network]).splitlines()[0].partition(", messages by")[0]
@@ -152,9 +151,7 @@ def test_strange_machines_are_simulated_as_asked() -> None:
         assert simulated(f"{strange},per_node=2") != even
 
 
-def test_a_fit_is_priced_on_its_own_nodes_and_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     file = tmp_path / "fit-host-4-ranks.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
@@ -172,9 +169,7 @@ RATIOS = ((1024, 1.2), (2**20, 0.9))  # measured over predicted
 
 
 @pytest.mark.parametrize("load", [0.0, 1e6])
-def test_a_fit_of_a_busy_machine_says_so(
-    load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_of_a_busy_machine_says_so(load, tmp_path, monkeypatch):
     (group,) = simulate(lambda group: group, 1)
     fit = make_fit()
     sums = {"ring": Curve(((4, 9.0), *((n, f * fit.predict("ring", n)) for n, f in RATIOS)))}
@@ -193,7 +188,7 @@ def test_a_fit_of_a_busy_machine_says_so(
     assert "nnmpi comm fit measures it" in fit.describe_error()
 
 
-def test_a_name_that_one_operation_has_needs_no_operation() -> None:
+def test_a_name_that_one_operation_has_needs_no_operation():
     assert main(["prove", "gossip"]).startswith("neighbour-average by gossip is right")
 
 
@@ -229,7 +224,7 @@ NCCL = """# Collective test starting: {}_perf
 HEAD = OSU[: OSU.index("1 2")]
 
 
-def test_measurements_of_others_give_the_fit_that_they_are(tmp_path: Path) -> None:
+def test_measurements_of_others_give_the_fit_that_they_are(tmp_path):
     file, out = tmp_path / "osu.txt", tmp_path / "fit.json"
 
     def fit(text: str, *more: str) -> Fit:

@@ -7,11 +7,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.files import locked
 from nnmpi.lab.doctor import describe, diagnose, find_faults, inspect_machine
@@ -26,7 +24,7 @@ STALLED = (
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """Return the folder of a finished run of 9 steps, with checkpoints of steps 3, 6 and 9."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = (
@@ -37,20 +35,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(file: Path, text: str) -> None:
+def write(file: Path, text: str):
     file.parent.mkdir(exist_ok=True)
     file.write_text(text + "\n")
 
 
-def lose_checkpoint(run: Path) -> None:
+def lose_checkpoint(run: Path):
     shutil.rmtree(run / "checkpoints" / "step-00000009")
 
 
-def cut_weights(run: Path) -> None:
+def cut_weights(run: Path):
     (run / "checkpoints" / "step-00000009" / "model.safetensors").write_bytes(b"")
 
 
-def overflow(run: Path) -> None:
+def overflow(run: Path):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     saved = [record for record in records if record["kind"] == "train"]
     saved[-1]["loss"] = None
@@ -58,14 +56,14 @@ def overflow(run: Path) -> None:
 
 
 def unfinished(*acts: Callable[[Path], object]) -> Callable[[Path], None]:
-    def work(run: Path) -> None:
+    def work(run: Path):
         for act in (lambda run: (run / "finished.json").unlink(), *acts):
             act(run)
 
     return work
 
 
-ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+ENDS = {
     "finished": (
         lambda run: None,
         "The run is finished: 9 steps on 2 ranks, test accuracy",
@@ -171,9 +169,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         ("flight/rank-\xb2.txt", b""),
     ],
 )
-def test_files_that_are_damaged_hide_nothing_else(
-    file: str, text: bytes, finished: Path, tmp_path: Path
-) -> None:
+def test_files_that_are_damaged_hide_nothing_else(file, text, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "a run")
     (run / "finished.json").unlink()
     (run / file).parent.mkdir(exist_ok=True)
@@ -184,7 +180,7 @@ def test_files_that_are_damaged_hide_nothing_else(
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> None:
+def test_it_says_what_happened(name, finished, tmp_path):
     spoil, happened, advice = ENDS[name]
     shutil.copytree(finished, tmp_path / "run")  # with the times of the files
     spoil(tmp_path / "run")
@@ -194,7 +190,7 @@ def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> Non
     assert result.happened.count("\n") == 0 and str(result).startswith(result.happened)
 
 
-def test_a_run_that_diverged_says_so_afterwards(tmp_path: Path) -> None:
+def test_a_run_that_diverged_says_so_afterwards(tmp_path):
     """Before a line of metrics; a run that was only mistaken leaves no folder."""
     words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet --out"
     out = tmp_path / "diverged"
@@ -205,7 +201,7 @@ def test_a_run_that_diverged_says_so_afterwards(tmp_path: Path) -> None:
     assert result.advice.startswith("mend that, and continue with: nnmpi run -n 2")
 
 
-def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_left_alone(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     with locked(tmp_path / "run"):
         assert (
@@ -218,7 +214,7 @@ def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> Non
 
 # ---- machines ----
 
-NODE: dict[str, Any] = {
+NODE = {
     "host": "a",
     "processor": "P",
     "cores": [4, 4],
@@ -254,18 +250,18 @@ NODE: dict[str, Any] = {
         ([{"shm": None}] * 2, ""),
     ],
 )
-def test_what_is_slow_or_wrong_is_said(ranks: list[dict[str, Any]], text: str) -> None:
+def test_what_is_slow_or_wrong_is_said(ranks, text):
     result = find_faults([NODE | changes for changes in ranks])
     assert [text in sentence for sentence in result] == [True] * bool(text), result
 
 
 @pytest.mark.simulated(max_size=3)
-def test_each_rank_says_what_its_place_is(group: Group) -> None:
+def test_each_rank_says_what_its_place_is(group):
     everyones = inspect_machine(group)
     assert len(everyones) == group.size and describe(everyones)[0].startswith(f"{group.size} rank")
 
 
-def test_the_command_examines_the_ranks_that_mpi_has_started(tmp_path: Path) -> None:
+def test_the_command_examines_the_ranks_that_mpi_has_started(tmp_path):
     ending = run([*mpirun(2), sys.executable, "-m", "nnmpi", "doctor"], tmp_path / "output", 60.0)
     assert ending.status == 0, ending.output
     assert ending.output.count("nnmpi verify") == 1

@@ -4,8 +4,6 @@ import re
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +29,7 @@ def seconds(text: GoalText | str, machine: Machine = MACHINE) -> float:
 
 
 @pytest.mark.parametrize("key", [*COLLECTIVES, *PROGRAMS])
-def test_collectives_cost_what_they_cost(key: Any, tmp_path: Path) -> None:
+def test_collectives_cost_what_they_cost(key, tmp_path):
     collective = read(PROGRAMS[key], tmp_path) if key in PROGRAMS else COLLECTIVES[key]
     for size in (collective.ranks,) if collective.ranks else range(2, 10):
         for nbytes in (1001, 65_539, 1_000_003):
@@ -42,7 +40,7 @@ def test_collectives_cost_what_they_cost(key: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_take_what_they_take(name: str) -> None:
+def test_schedules_take_what_they_take(name):
     for ranks, batches, nbytes in ((2, 3, 1001), (3, 7, 10**6), (4, 4, 10**6), (9, 2, 10**5)):
         lowered = lower(make(name, ranks, batches, usual_stages(name)))
         costs, text = even_costs(lowered.stages, 1e-3, (1.2e-3, 8e-4)), GoalText(ranks)
@@ -52,7 +50,7 @@ def test_schedules_take_what_they_take(name: str) -> None:
         assert seconds(text) == pytest.approx(result.makespan_s)
 
 
-def test_steps_take_what_layouts_are_priced_at() -> None:
+def test_steps_take_what_layouts_are_priced_at():
     """Where links are equal. A bucket's sum is as long as the backward pass that hides it."""
     for ranks, per_node in ((4, 4), (4, 1), (3, 1)):
         one = pricer(ranks, per_node)
@@ -61,7 +59,7 @@ def test_steps_take_what_layouts_are_priced_at() -> None:
             assert found == pytest.approx(one.price(item).seconds, rel=0.01), item
 
 
-def test_buckets_are_summed_beside_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_summed_beside_computing(monkeypatch):
     """Each waits for its part of the backward pass, and hides behind the next one."""
     monkeypatch.setattr("nnmpi.lab.planner.price.BUCKET_BYTES", 10_000)
     one = copy(pricer(4, 1))
@@ -94,7 +92,7 @@ PAIR = "num_ranks 2\nrank 0 {{\n{}\n}}\nrank 1 {{\n{}\n}}"
         ),
     ],
 )  # fmt: skip
-def test_texts_of_others(text: str, ns: int) -> None:
+def test_texts_of_others(text, ns):
     assert round(1e9 * seconds(text)) == ns
 
 
@@ -134,14 +132,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
-def test_a_bad_text_is_one_sentence(text: str, tmp_path: Path) -> None:
+def test_a_bad_text_is_one_sentence(text, tmp_path):
     file = tmp_path / "own.goal"
     file.write_text(text)
     with pytest.raises(NnmpiError, match=f"^{re.escape(str(file))}[,:] [^\n]*{BAD[text]}[^\n]*$"):
         main(["simulate", str(file)])
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path):
     file, links = tmp_path / "own.goal", ["--network", "alpha=1e-5,beta=1e-9,gamma=2e-10"]
     words = ["ring", "--ranks", "4", "--bytes", "1000003", *links]
     main(["export", *words, "--format", "goal", "--out", str(file)])

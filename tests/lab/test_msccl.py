@@ -110,10 +110,10 @@ def read(text: str, folder: Path) -> Collective:
     return result
 
 
-def check_sums(collective: Collective) -> None:
+def check_sums(collective: Collective):
     """Run it on every length, twice."""
 
-    def sums(group: Any) -> None:
+    def sums(group: Any):
         n = group.size
         for length in (0, 1, 7, 24):
             x = np.arange(length, dtype="f4")
@@ -129,7 +129,7 @@ def check_sums(collective: Collective) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_proved_and_run(name: str, tmp_path: Path) -> None:
+def test_programs_are_proved_and_run(name, tmp_path):
     """Of every operation and collective, in place or not, with messages whose chunk is reused."""
     collective = read(PROGRAMS[name], tmp_path)
     operation = collective.contract.name
@@ -141,7 +141,7 @@ def test_programs_are_proved_and_run(name: str, tmp_path: Path) -> None:
         check_sums(collective)
 
 
-def test_a_program_costs_what_its_messages_cost(tmp_path: Path) -> None:
+def test_a_program_costs_what_its_messages_cost(tmp_path):
     """A ring of sums that are not kept is as fast as ours."""
     assert coefficients(read(PROGRAMS["ring"], tmp_path), 3) == pytest.approx(
         coefficients(ALGORITHMS["ring"], 3)
@@ -153,7 +153,7 @@ WRITTEN = [key for key in COLLECTIVES if key[0] not in ("all-to-all", "neighbour
 
 @pytest.mark.parametrize("key", WRITTEN)
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
-def test_ours_are_written_and_read(key: tuple[str, str], size: int, tmp_path: Path) -> None:
+def test_ours_are_written_and_read(key, size, tmp_path):
     file = tmp_path / "own.xml"
     words = ["export", key[1], "--operation", key[0], "--ranks", str(size), "--format", "msccl"]
     assert main([*words, "--out", str(file)]) == f"{key[1]} for {size} ranks is in {file}"
@@ -195,7 +195,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_single_change_is_refuted(case: Any, tmp_path: Path) -> None:
+def test_a_single_change_is_refuted(case, tmp_path):
     name, old, new, which, sentence = case
     *before, after = PROGRAMS[name].split(old, which + 1)
     text = old.join(before) + new + after
@@ -248,16 +248,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_file_is_one_sentence(name, tmp_path, monkeypatch):
     monkeypatch.setattr(msccl, "MOST", 2000)
     text, sentence = BAD[name]
     with pytest.raises(UsageError, match=rf"own\.xml: no program of MSCCL \(.*({sentence})"):
         read(text, tmp_path)
 
 
-def test_other_files_ranks_and_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_ranks_and_operations(tmp_path, monkeypatch):
     for name in ("pair", "gather"):
         (tmp_path / f"{name}.xml").write_text(PROGRAMS[name])
     for words, sentence in (
@@ -277,7 +275,7 @@ def test_other_files_ranks_and_operations(tmp_path: Path, monkeypatch: pytest.Mo
         main(["prove", f"{tmp_path}/pair.xml"])
 
 
-def test_a_training_sums_by_a_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_sums_by_a_program(tmp_path, capfd):
     """Its losses are those of our ring, to rounding."""
     losses = []
     for name, text in (("ring", ""), (f"{tmp_path}/own.xml", write_program(ALGORITHMS["ring"], 3))):

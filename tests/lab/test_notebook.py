@@ -1,6 +1,5 @@
 """What a notebook shows of values, and that it shows their text without the wing that draws."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ def program() -> Any:
 
 
 @pytest.mark.host_only("the results of a device's program have no place that could be drawn")
-def test_values_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_drawn(tmp_path, monkeypatch):
     words = f"--dataset iris --model mlp --epochs 1 --out {tmp_path}/run"
     nnmpi.simulate(lambda group: main(words.split(), group), 1)
     shown = {

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ class Own(nn.Module):
         layers: by name.
     """
 
-    def __init__(self, compute: Callable[..., Any], **layers: nn.Module) -> None:
+    def __init__(self, compute: Callable[..., Any], **layers: nn.Module):
         self.compute = compute
         for name, layer in layers.items():
             setattr(self, name, layer)
@@ -66,7 +65,7 @@ def states(m: Any, x: Tensor) -> Any:
 
 
 # a forward, its layers, the shape of a sample (text for tokens)
-OWN: dict[str, tuple[Any, dict[str, Any], Any]] = {
+OWN = {
     "arithmetic": (
         lambda m, x: (-x + 2 * x - x / 3 + x.exp() * x.sin() - x.cos() + abs(x) ** 1.5, x.max(1)),
         {}, (6,),
@@ -160,7 +159,7 @@ def case(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("channels", ["last", "first"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_model(name: str, channels: str, tmp_path: Path) -> None:
+def test_a_model(name, channels, tmp_path):
     """It is computed for any batch; parameters are called as they are, and none is superfluous."""
     (model, batch), file = case(name), tmp_path / "x.onnx"
 
@@ -186,7 +185,7 @@ def test_a_model(name: str, channels: str, tmp_path: Path) -> None:
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
-def test_every_row_is_tried() -> None:
+def test_every_row_is_tried():
     """By the test above."""
     traced = (trace(model, batch(1))[0] for model, batch in map(case, CASES))
     assert ROWS.keys() <= {type(item.function) for applied in traced for item in applied}
@@ -198,7 +197,7 @@ class Doubled(Function):
 
 
 HERE = r"test_onnx\.py:\d+\)"
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "a Function": (lambda m, x: Doubled()(x), rf"the operation Doubled \(.*{HERE} has no counter"),
     "a loss": (lambda m, x: ops.mse(x, x), rf"the operation Elementwise.*{HERE} has no"),
     "dropout": (lambda m, x: ops.dropout(x, key=(1, 2)), rf"the operation Dropout \(.*{HERE} has"),
@@ -216,7 +215,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_is_refused(name, tmp_path):
     """In one sentence, with the line; and no file is left."""
     compute, sentence = REFUSED[name]
     with pytest.raises(NnmpiError, match=sentence):
@@ -224,7 +223,7 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments(tmp_path, monkeypatch):
     model, x = models.mlp((4,), 3).initialize(seed=0), np.ones((1, 4), "f4")
     for sample, file, channels, sentence, patch in (
         (x[:0], "a", "last", "a sample is an array with a row", {}),
@@ -239,10 +238,10 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             nnmpi.to_onnx(model, sample, tmp_path / file, channels=channels)
 
 
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_run(tmp_path, monkeypatch, capfd):
     """Its file has the data's scale and classes, and predicts as the run does, in its units."""
 
-    def call(command: Any, words: str) -> None:
+    def call(command: Any, words: str):
         nnmpi.simulate(lambda group: command(words.split(), group), 1)
 
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ __all__ = ["quick"]
 
 
 @pytest.fixture(autouse=True)
-def recorded(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(quick, monkeypatch):
     """Let as many steps pass as a recording takes."""
     monkeypatch.setattr(profile, "WARM_UP_STEPS", 3)
 
@@ -40,7 +40,7 @@ def recorded(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_activations_are_those_of_the_ledger(one: Candidate) -> None:
+def test_activations_are_those_of_the_ledger(one):
     """In every kind of layout, with what recordings hold; those of each stage."""
     table = Dataset("table", np.ones((512, 8), np.float32), np.zeros(512, np.int64), 8)
     work = workload(512, table, model="mlp", hidden=[64, 64, 64])
@@ -66,7 +66,7 @@ def test_activations_are_those_of_the_ledger(one: Candidate) -> None:
 
 
 @pytest.mark.host_only("it counts what NumPy's kernels take")
-def test_the_second_half_of_a_backward_is_counted() -> None:
+def test_the_second_half_of_a_backward_is_counted():
     """The gradient of a weight, which is added to an earlier microbatch's, is most of it."""
     table = Dataset("table", np.ones((32, 64), np.float32), np.zeros(32, np.int64), 8)
     work = workload(32, table, model="mlp", hidden=[128, 128])

@@ -6,14 +6,13 @@ import json
 import shlex
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import threadpoolctl
 
-from nnmpi import Group, nn, simulate
+from nnmpi import Group, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
@@ -51,7 +50,7 @@ SMALL = f"{PLANNED} --epochs 1 --quiet".split()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quick(monkeypatch, tmp_path):
     """Plan for the smallest run, measure little, and keep nothing for others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(computing, "PAYS", 0.0)
@@ -132,7 +131,7 @@ def layouts(one: Pricer) -> list[Candidate]:
 # ---- prices, and the search ----
 
 
-def test_the_search_finds_the_least_prices() -> None:
+def test_the_search_finds_the_least_prices():
     element = pricer(4, 2)
     prices = sorted((element.price(item).seconds, item) for item in layouts(element))
     for saved in (1, 3, 10, len(prices)):
@@ -160,9 +159,7 @@ HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
         ("least_s", [replace(SHARED, recompute=True)], [SHARED, REPLICAS]),
     ],
 )
-def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
-    field: str, dearer: list[Candidate], unchanged: list[Candidate]
-) -> None:
+def test_each_measured_number_is_in_the_prices_that_it_belongs_to(field, dearer, unchanged):
     plain, other = pricer(4, 4), pricer(4, 4, field, 3.0)
     for item in dearer:
         assert other.price(item).seconds > plain.price(item).seconds, item
@@ -170,7 +167,7 @@ def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
         assert other.price(item).seconds == pytest.approx(plain.price(item).seconds), item
 
 
-def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
+def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take():
     near, far = pricer(4, 4), pricer(4, 1)
     few, many = (
         near.price(replace(STAGES, pipeline="gpipe", microbatches=count)) for count in (4, 16)
@@ -203,8 +200,8 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     + [("1f1b", 2, 2, 5, 2), ("zero-bubble", 4, 2, 4, 3)],  # replicas begin in the middle of a node
 )
 def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
-    name: str, dp: int, pp: int, microbatches: int, per_node: int
-) -> None:
+    name, dp, pp, microbatches, per_node
+):
     """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
     one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
     stages, rows = pp * one.virtual_stages, 19
@@ -234,7 +231,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
 
 
 @pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
-def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
+def test_state_is_that_of_the_ledger_to_the_byte(one):
     work = workload()
 
     def run(group: Group) -> dict[str, int]:
@@ -248,7 +245,7 @@ def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
 
 
 @pytest.mark.host_only("a simulated step for each kind of layout, on the double for minutes")
-def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -> None:
+def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least():
     element = pricer(2, 2)
     plain = min(
         sum(element.memory(item).values()) for item in layouts(element) if not item.recompute
@@ -264,7 +261,7 @@ def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -
         search(element, least - 1)
 
 
-def test_what_is_found_is_told_in_lines_and_in_options() -> None:
+def test_what_is_found_is_told_in_lines_and_in_options():
     result = search(pricer(4, 2))
     lines = [*plan.describe(result, {str(result.best[0].candidate): 0.123})]
     assert max(map(len, lines)) <= 100
@@ -282,7 +279,7 @@ def test_what_is_found_is_told_in_lines_and_in_options() -> None:
     assert text.items() <= piped.items()
 
 
-def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
+def test_candidates_are_layouts_or_counted_with_a_reason():
     result, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
     assert {item.ranks for item in result} == {8}
     assert {item.pipeline for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
@@ -299,14 +296,12 @@ def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
         ({2: 1.0, 4: 9.0}, 1, 0.0),
     ],
 )
-def test_values_between_rows_are_on_straight_lines(
-    known: dict[int, float], at: int, value: float
-) -> None:
+def test_values_between_rows_are_on_straight_lines(known, at, value):
     steps = {rows: StepCost(seconds, 0.0, 0.0) for rows, seconds in known.items()}
     assert Profile(steps, {}, (), 1).step(at, "seconds") == value
 
 
-def test_a_network_has_the_rate_that_is_said() -> None:
+def test_a_network_has_the_rate_that_is_said():
     result = simulate(lambda group: find_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
     assert result.nodes == (0, 0, 1, 1)
     for groups, shared in (([(0, 2)], 1), ([(0, 2), (1, 3)], 2)):
@@ -317,7 +312,7 @@ def test_a_network_has_the_rate_that_is_said() -> None:
 # ---- measuring ----
 
 
-def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     """Shares are measured as far as the model can have them; without a folder nothing is kept."""
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
@@ -327,12 +322,12 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(result.steps) == [1, 8, 16]
     assert result.shares[2, 1].exchanges and (1, 2) not in result.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
-    measured: list[int] = []
+    measured = []
     made = [replace(result, busy=0.0)]
     monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or made[0])
     took = [result.steps[16].seconds + result.steps[16].update_s]
     monkeypatch.setattr(profile, "typical_s", lambda *_: took[0])
-    said: list[str] = []
+    said = []
 
     def take(batch_size: int = 16, again: bool = False) -> Profile:
         other = workload(batch_size, table, model="mlp", hidden=[8])
@@ -378,7 +373,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert take() == made[0] and len(measured) == 6
 
 
-def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
     measure_layers, times = profile.measure_layers, iter(range(1, 100))
@@ -395,7 +390,7 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPat
     assert first["layers"][0]["keep_s"] > 8e3  # of the rank that was last
 
 
-def test_a_step_s_parts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_s_parts_are_told_apart(monkeypatch):
     """What a step takes once, its update, its rows, a microbatch more of a pipeline, and ZeRO."""
     once_s, update_s, piped_s = 0.005, 0.002, 0.011
 
@@ -432,9 +427,7 @@ def test_a_step_s_parts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.simulated(max_size=2)
 @pytest.mark.parametrize("pays", [0.0, 1e12])
-def test_a_run_goes_with_the_layout_that_was_chosen(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: float
-) -> None:
+def test_a_run_goes_with_the_layout_that_was_chosen(group, tmp_path, monkeypatch, pays):
     """A small run does not wait for a search."""
     monkeypatch.setattr(computing, "PAYS", pays)
     out = tmp_path.parent / f"run-{group.size}-{pays:.0e}"
@@ -449,9 +442,7 @@ def test_a_run_goes_with_the_layout_that_was_chosen(
     assert saved["layout"] == "given"
 
 
-def test_a_given_layout_has_a_price_if_its_parts_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_given_layout_has_a_price_if_its_parts_were_measured(tmp_path, monkeypatch):
     """Options that no price knows have none, and nothing is measured for a run."""
     monkeypatch.setattr(profile, "BUSY", 2.0)
     priced = {
@@ -466,7 +457,7 @@ def test_a_given_layout_has_a_price_if_its_parts_were_measured(
     def has_price(words: str) -> bool:
         out = tmp_path / f"run{len(words)}"
 
-        def train(group: Group) -> None:
+        def train(group: Group):
             main([*SMALL, *words.split(), "--jit", "off", "--out", str(out)], group)
 
         simulate(train, 2)
@@ -480,9 +471,9 @@ def test_a_given_layout_has_a_price_if_its_parts_were_measured(
     assert {words: has_price(words) for words in priced} == priced
 
 
-def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layouts_that_may_be_the_best_race_once(monkeypatch):
     """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
-    ran: list[Any] = []
+    ran = []
 
     def time_layout(_: Workload, options: dict[str, Any], group: Group, *__: Any) -> float:
         if group.is_root:
@@ -508,23 +499,23 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
 
 
-def test_a_race_goes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_goes_in_turns(monkeypatch):
     """A layout that is disturbed once is not lost by it."""
     took = {"a": [2.0, 1.0], "b": [9.0, 9.5], "c": [1.1, 1.3]}
-    ran: list[str] = []
+    ran = []
 
     def time_layout(_: Any, name: str, *__: Any) -> float:
         ran.append(name)
         return took[name][ran.count(name) - 1]
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
-    nobody: Any = None
-    assert race(nobody, list("abc"), nobody, nobody) == [1.0, 9.0, 1.1]  # type: ignore[arg-type]
+    nobody = None
+    assert race(nobody, list("abc"), nobody, nobody) == [1.0, 9.0, 1.1]
     assert ran == ["a", "b", "c", "c", "b", "a"]
 
 
-def test_options_that_say_a_layout_are_refused() -> None:
-    refused: list[tuple[str, dict[str, Any]]] = [
+def test_options_that_say_a_layout_are_refused():
+    refused = [
         ("chooses --zero itself; leave", {"zero": 1}),
         ("synchronous ranks", {"sync": "asp"}),
         ("a new run", {"dp": 2, "resume": "run"}),
@@ -534,19 +525,19 @@ def test_options_that_say_a_layout_are_refused() -> None:
             assemble({"layout": "auto", **options})
 
 
-def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
+def test_a_model_has_an_output_for_each_number_that_is_predicted():
     table = Dataset("table", np.ones((8, 3), np.float32), np.ones((8, 2), np.float32), 0)
-    model: nn.Module = workload(8, table, model="mlp", hidden=[4], loss="mse").build()
+    model = workload(8, table, model="mlp", hidden=[4], loss="mse").build()
     assert [p.shape for p in model.parameters()][-1] == (2,)
 
 
-def test_a_step_is_compared_with_its_prediction() -> None:
+def test_a_step_is_compared_with_its_prediction():
     records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
-    chosen: Any = ChosenLayout(assemble({}), (), LayoutPrice(0.06, 0.02, 0.01, 0.01))
+    chosen = ChosenLayout(assemble({}), (), LayoutPrice(0.06, 0.02, 0.01, 0.01))
     assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
     assert "too few steps" in chosen.compare(20, [])[0]
     assert ["most of it" in chosen.compare(size, records)[0] for size in (23, 24)] == [False, True]
-    short: Any = ChosenLayout(assemble({}), (), LayoutPrice(2e-4, 0.0, 0.0, 0.0))
+    short = ChosenLayout(assemble({}), (), LayoutPrice(2e-4, 0.0, 0.0, 0.0))
     assert short.compare(1, [{"kind": "train", "samples_per_second": 2000.0}]) == [
         "step predicted 200 us, measured 500 us (-60 %); between steps as short as this a run looks"
         " after itself"
@@ -569,12 +560,12 @@ def test_a_step_is_compared_with_its_prediction() -> None:
         ("--shape 8 --context 4 --model gpt", "--shape has 8 tokens, but --context is 4; leave"),
     ],
 )
-def test_wrong_words_of_the_plan_are_refused(words: str, text: str) -> None:
+def test_wrong_words_of_the_plan_are_refused(words, text):
     with pytest.raises(UsageError, match=text):
         plan.parse(words.split())
 
 
-def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
+def test_the_command_that_is_printed_is_one_for_a_shell():
     given = shlex.split(
         "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
     )
@@ -590,8 +581,8 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
 def test_parts_are_measured_with_the_kernels_that_train(
-    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, compiled: bool
-) -> None:
+    group, monkeypatch, tmp_path, word, compiled
+):
     """By the plan command, and for a run whose layout is chosen."""
     pytest.importorskip("numba")
 
@@ -607,9 +598,7 @@ def test_parts_are_measured_with_the_kernels_that_train(
             main([*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")], group)
 
 
-def test_a_step_of_the_first_layout_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_of_the_first_layout_is_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plan, "find_profile", lambda *_: (made_up(4), ""))
     words = "--model gpt --shape 8 --features 16 --layers 4 --heads 4 --batch-size 16 --kept 1"
     links = "alpha_us=1,gbit=10"
@@ -620,7 +609,7 @@ def test_a_step_of_the_first_layout_is_written(
 
 
 @pytest.mark.simulated
-def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
+def test_what_the_plan_cannot_do_is_refused(group):
     for words, text in (
         ("--shape 4 --loss mse", "has classes, but --loss mse predicts numbers"),
         ("--shape 1000000 100000000", "32 samples of shape .* do not fit this memory"),

@@ -25,18 +25,18 @@ round 3  2 -> 1  0 -> 2  1 -> 0
 """
 
 
-def test_the_ring() -> None:
+def test_the_ring():
     assert render(ALGORITHMS["ring"], 3).startswith(RING)
 
 
-def test_the_picture_in_the_docstring_is_the_picture() -> None:
+def test_the_picture_in_the_docstring_is_the_picture():
     shown = (inspect.getdoc(render) or "").split("\n\n", 1)[1].split("\n\nA rank")[0]
     assert render(ALGORITHMS["tree"], 4).startswith(inspect.cleandoc(shown))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("size", [2, 3, 8, 13, 16])
-def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int) -> None:
+def test_every_message_is_in_its_ranks_columns(name, size):
     picture = render(COLLECTIVES[name], size).split("\n\n")[1].splitlines()
     columns = [picture[0].index(f"rank {rank}") for rank in range(size)]
     cells = [
@@ -57,7 +57,7 @@ def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int)
     assert f"round {prove(COLLECTIVES[name], size).rounds - 1} " in "\n".join(picture)
 
 
-def test_one_rank_and_none() -> None:
+def test_one_rank_and_none():
     assert render(ALGORITHMS["tree"], 1) == "all-reduce by tree, 1 rank: nothing to do"
     with pytest.raises(ScheduleError, match="0 ranks"):
         render(ALGORITHMS["tree"], 0)

@@ -21,9 +21,9 @@ FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> None:
+def test_the_picture_in_the_docstring_is_what_the_command_prints(name):
     text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
-    command, grid = re.search(r"^ *nnmpi schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE).groups()  # type: ignore[union-attr]
+    command, grid = re.search(r"^ *nnmpi schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE).groups()
     assert f"--pipeline {name} " in command
     printed = main(command.split()).split("\n\n")
     assert printed[1].splitlines() == [line.strip() for line in grid.splitlines()]
@@ -31,9 +31,7 @@ def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> N
 
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 2), (4, 12), (8, 3)])
-def test_every_piece_of_work_is_in_its_ranks_row(
-    name: str, virtual: int, ranks: int, microbatches: int
-) -> None:
+def test_every_piece_of_work_is_in_its_ranks_row(name, virtual, ranks, microbatches):
     schedule = lowered(name, ranks, microbatches, virtual)
     head, *rows = render(schedule).split("\n\n")[0].splitlines()
     assert head.startswith("time ") and len(rows) == ranks
@@ -48,7 +46,7 @@ def test_every_piece_of_work_is_in_its_ranks_row(
     assert len({len(row) for row in rows if row.endswith(("|", "+"))} | {0}) <= 1 + ranks
 
 
-def test_what_waits_for_ever_is_not_drawn() -> None:
+def test_what_waits_for_ever_is_not_drawn():
     with pytest.raises(
         ScheduleError, match="rank 0 waits for ever; check the schedule before it is drawn"
     ):

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from os import EX_CANTCREAT, EX_DATAERR
 from pathlib import Path
@@ -55,9 +54,7 @@ def make_script(file: Path, text: str) -> str:
 
 
 @pytest.fixture
-def play(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[list[str], list[str]]]:
+def play(tmp_path, monkeypatch):
     """Return a function that supervises jobs which do what its lines say; it returns their
     commands, and notes.
     """
@@ -68,9 +65,9 @@ def play(
     ) -> tuple[list[str], list[str]]:
         (tmp_path / "acts").write_text("\n".join(acts) + "\n")
         launcher = Launcher("Open MPI", make_script(tmp_path / "mpirun", SCRIPT))
-        text: list[str] = []
+        text = []
         given = {"ranks": 4, "restarts": 3, **plan}
-        made = SupervisedRun(tuple(words.split()), tmp_path / "run", resumes=False, **given)  # type: ignore[arg-type]
+        made = SupervisedRun(tuple(words.split()), tmp_path / "run", resumes=False, **given)
         try:
             text.append(Supervisor(made, launcher, text.append).run())
         except GaveUp as error:
@@ -82,12 +79,12 @@ def play(
         )
         return [
             command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands
-        ], text  # type: ignore[misc]
+        ], text
 
     return supervise
 
 
-def test_a_reader_that_has_gone_ends_no_supervision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_gone_ends_no_supervision(monkeypatch):
     """Nor does a log on a full disk."""
     monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
     supervisor._say("started again")
@@ -95,14 +92,14 @@ def test_a_reader_that_has_gone_ends_no_supervision(monkeypatch: pytest.MonkeyPa
     supervisor._say("started again")
 
 
-def test_a_host_is_no_option_of_ssh() -> None:
+def test_a_host_is_no_option_of_ssh():
     with pytest.raises(UsageError, match="would read as an option"):
         main(["-n", "2", "--hosts=-oProxyCommand=touch x", "--", "--dataset", "iris"])
 
 
 def test_it_starts_again_until_the_run_has_proved_its_end(
-    play: Callable[..., tuple[list[str], list[str]]],
-) -> None:
+    play,
+):
     """A status of 0 alone proves nothing; after the first start the run's own options hold, on any
     number of ranks.
     """
@@ -121,7 +118,7 @@ def test_it_starts_again_until_the_run_has_proved_its_end(
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
 
-def test_a_limit_of_steps_is_no_end(play: Callable[..., tuple[list[str], list[str]]]) -> None:
+def test_a_limit_of_steps_is_no_end(play):
     _, text = play("up; stop")
     assert text[-1].startswith(
         "stopped after 2 of 9 steps, the limit of --stop-after, and 1 start;"
@@ -129,8 +126,8 @@ def test_a_limit_of_steps_is_no_end(play: Callable[..., tuple[list[str], list[st
 
 
 def test_it_gives_up_where_nothing_goes_on(
-    play: Callable[..., tuple[list[str], list[str]]],
-) -> None:
+    play,
+):
     """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the
     model needs.
     """
@@ -145,9 +142,7 @@ def test_it_gives_up_where_nothing_goes_on(
 
 
 @pytest.mark.parametrize("status", [USAGE, EX_DATAERR, EX_CANTCREAT])
-def test_what_comes_again_is_tried_twice(
-    status: int, play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path
-) -> None:
+def test_what_comes_again_is_tried_twice(status, play, tmp_path):
     """Such as a loss that is not finite. No folder is named that is not there."""
     commands, text = play(*["exit 9"] * 4, restarts=2)
     assert text[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
@@ -168,17 +163,15 @@ def test_what_comes_again_is_tried_twice(
         ("up; exit 143", "143: the ranks were told to stop (SIGTERM)"),
     ],
 )
-def test_what_is_no_fault_is_not_tried_again(
-    act: str, told: str, play: Callable[..., tuple[list[str], list[str]]]
-) -> None:
+def test_what_is_no_fault_is_not_tried_again(act, told, play):
     commands, text = play(act, "finish")
     assert len(commands) == 1
     assert text[-1].startswith(told)
 
 
 def test_a_job_that_does_not_come_up_is_started_again(
-    play: Callable[..., tuple[list[str], list[str]]],
-) -> None:
+    play,
+):
     """Such as one with a rank that is stopped before MPI knows of it, which nobody in the job can
     see.
     """
@@ -189,9 +182,7 @@ def test_a_job_that_does_not_come_up_is_started_again(
     assert time.monotonic() - begin < 10
 
 
-def test_a_launcher_without_ranks_is_ended(
-    play: Callable[..., tuple[list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_without_ranks_is_ended(play, monkeypatch):
     """As Open MPI's, when the link to another host is cut: it waits for that host's daemon."""
     monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
     monkeypatch.setattr(supervisor, "LAUNCHER_S", 0.2)
@@ -205,10 +196,10 @@ def test_a_launcher_without_ranks_is_ended(
 
 
 def test_a_host_that_does_not_answer_is_left_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    play: Callable[..., tuple[list[str], list[str]]],
-) -> None:
+    tmp_path,
+    monkeypatch,
+    play,
+):
     """With its ranks, as long as it is away; without any host that answers nothing is started."""
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", make_script(tmp_path / "agent", AGENT))
     (tmp_path / "dead").write_text("nobody")
@@ -222,7 +213,7 @@ def test_a_host_that_does_not_answer_is_left_out(
     assert "too few hosts answer (none)" in play("finish", hosts=("one",), restarts=0)[1][-1]
 
 
-def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_is_used_in_a_job_of_slurms(tmp_path, monkeypatch):
     make_script(tmp_path / "srun", AGENT)
     make_script(
         tmp_path / "scontrol",
@@ -238,7 +229,7 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.Mon
     assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == expected.split()
 
 
-def test_where_the_run_is_belongs_to_the_supervisor() -> None:
+def test_where_the_run_is_belongs_to_the_supervisor():
     words = [
         "--out",
         "a",
@@ -262,9 +253,7 @@ def test_where_the_run_is_belongs_to_the_supervisor() -> None:
     ]
 
 
-def test_shared_memory_of_killed_ranks_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_of_killed_ranks_goes(tmp_path, monkeypatch):
     """Of no process that still maps it, and nothing else."""
     monkeypatch.setattr(launching, "SHARED_MEMORY", tmp_path)
     for name in (
@@ -288,7 +277,7 @@ def test_shared_memory_of_killed_ranks_goes(
     ]
 
 
-def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
+def test_wrong_options_are_one_sentence(tmp_path):
     """Of either command, before anything is started."""
     for words, text in {
         "-n 0 -- --model mlp": "--ranks is 0; give a whole number, 1 or more",
@@ -324,7 +313,7 @@ FIXED = (
 
 @pytest.mark.slow(ONCE_MORE)
 @pytest.mark.timeout(300)
-def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     """On three ranks, any of which may be killed, against a run on one."""
     words = f"{FIXED} --epochs 30 --save-every 5steps --log-every 2 --eval-every 0"
     simulate(partial(train_command, f"{words} --out {tmp_path / 'whole'}".split()), 1)
@@ -364,7 +353,7 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
 
 
 @pytest.mark.timeout(120)
-def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
+def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path):
     """Its job does not go on alone: nobody would start that again."""
     folder = tmp_path / "run"
     words = f"{FIXED} --save-every 5steps --eval-every 0 --log-every 5 --out {folder}".split()
@@ -393,7 +382,7 @@ def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Pat
     assert ending.status == 0 and "finished after 1 start" in ending.output, ending.output
 
 
-def killed_and_again(folder: Path) -> None:
+def killed_and_again(folder: Path):
     """Kill whole jobs, train one to the end, and print what is left in folders that all share."""
     words = f"-n 3 -- {FIXED} --no-jit --eval-every 0 --log-every 5 --save-every 5steps --out"
     command = [sys.executable, "-m", "nnmpi", "run", *words.split()]
@@ -412,7 +401,7 @@ def killed_and_again(folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path: Path) -> None:
+def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path):
     """Ours, the launcher's and the transports': what a run makes is seen, not a list of names."""
     # the checkout stays, with its interpreter: .ci/run has both in /tmp
     mounts = (
@@ -430,7 +419,7 @@ def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) -> None:
+def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path):
     """Its ranks are told, not their launcher, which would give them half a second."""
     broken = tmp_path / "a run"  # what is printed is quoted, as a shell takes it
     words = [*f"-n 2 -- {FIXED} --epochs 100000 --no-jit --log-every 5 --out".split(), str(broken)]

@@ -12,7 +12,7 @@ from nnmpi.schedule.simulate import even_costs, simulate_schedule
 COMMAND = "--pipeline 1f1b --stages 4 --microbatches 8"
 
 
-def test_grid_and_figures() -> None:
+def test_grid_and_figures():
     title, _, *rest = main(COMMAND.split()).splitlines()
     assert title == "1f1b: 4 ranks, 8 microbatches"
     assert rest[1].startswith("rank 0  F0 F1 F2 F3 ")
@@ -28,7 +28,7 @@ def test_grid_and_figures() -> None:
     ]
 
 
-def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
+def test_what_thin_stages_keep_is_told_in_whole_ranks():
     text = main(["--pipeline", "interleaved", *COMMAND.split()[2:]])
     assert (
         "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)"
@@ -36,7 +36,7 @@ def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
     )
 
 
-def test_what_zero_and_offloading_add_is_printed_and_drawn() -> None:
+def test_what_zero_and_offloading_add_is_printed_and_drawn():
     words = "--pipeline gpipe --stages 2 --microbatches 2 --zero 3 --segments 2 --program"
     *_, first, second = main(words.split()).splitlines()
     assert first.startswith("rank 0  0GATHER0 1GATHER0 0F0 0FREE0 0GATHER1 1F0 1SEND_ACT0 1FREE0 ")
@@ -52,7 +52,7 @@ def test_what_zero_and_offloading_add_is_printed_and_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_can_be_looked_at(name: str) -> None:
+def test_every_schedule_can_be_looked_at(name):
     assert f"{name}: 1 rank" in main(f"--pipeline {name} --stages 1 --microbatches 1".split())
     assert "bubble" in main(f"--pipeline {name} --stages 3 --microbatches 11".split())
 
@@ -101,13 +101,13 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
         ),
     ],
 )
-def test_mistakes(words: str, sentence: str) -> None:
+def test_mistakes(words, sentence):
     with pytest.raises(UsageError, match=sentence):
         main(words.split())
 
 
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", "24.3 %"), ("zero-bubble", "15.9 %")])
-def test_a_row_of_a_papers_table_is_one_command(name: str, bubble: str) -> None:
+def test_a_row_of_a_papers_table_is_one_command(name, bubble):
     costs = "F=18.522,B=18.086,W=9.337,SEND=0.601"  # of Qi et al., 2024: 0.2431, 0.1585
     text = main(f"--pipeline {name} --stages 8 --microbatches 24 --costs {costs}".split())
     assert f"bubble            {bubble}" in text
@@ -137,9 +137,7 @@ def test_a_row_of_a_papers_table_is_one_command(name: str, bubble: str) -> None:
         ),
     ],
 )
-def test_the_grid_has_the_times_of_the_figures(
-    more: str, grid: str, legend: str, bubble: str
-) -> None:
+def test_the_grid_has_the_times_of_the_figures(more, grid, legend, bubble):
     text = main(f"--pipeline 1f1b --stages 2 --microbatches 2 {more}".split())
     assert grid in text.splitlines(), text
     assert legend in text and bubble in text, text

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize(("more", "times"), [("--weak", 1), ("", 2)])
-def test_a_step_that_takes_as_long_everywhere_and_a_ring(
-    more: str, times: int, tmp_path: Path
-) -> None:
+def test_a_step_that_takes_as_long_everywhere_and_a_ring(more, times, tmp_path):
     """5 ms and the ring's sum; with as much for each rank two of them are nearly twice as fast,
     else none is faster.
     """
@@ -58,23 +55,19 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
         ),
     ],
 )
-def test_what_means_nothing_is_refused(
-    words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_means_nothing_is_refused(words, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=text):
         main(words.split())
 
 
-def test_a_run_that_fails_says_why() -> None:
+def test_a_run_that_fails_says_why():
     with pytest.raises(LaunchError, match="on 1 rank ended with status 2: --modl is not an option"):
         main(["--ranks", "1", "--simulate", "--", "--modl", "cnn"])
 
 
 @pytest.mark.parametrize(("more", "known"), [("", True), ("--zero 1", False)])
-def test_the_model_says_nothing_of_what_it_does_not_know(
-    more: str, known: bool, tmp_path: Path
-) -> None:
+def test_the_model_says_nothing_of_what_it_does_not_know(more, known, tmp_path):
     """Words mean what they mean to the train command, in its spellings."""
     words = WORDS.replace("--max-steps", "--max_steps").split()
     text = main(
@@ -99,7 +92,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(
 @pytest.mark.parametrize(
     ("words", "status"), [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)]
 )
-def test_the_status_says_whether_it_could(words: str, status: int) -> None:
+def test_the_status_says_whether_it_could(words, status):
     ran = subprocess.run(
         [sys.executable, "-m", "nnmpi", "speedup", *words.split()], capture_output=True, check=False
     )
@@ -107,6 +100,6 @@ def test_the_status_says_whether_it_could(words: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_short_run_with_a_network_is_refused(ranks: str) -> None:
+def test_a_short_run_with_a_network_is_refused(ranks):
     with pytest.raises(UsageError, match="fewer than 10 steps"):
         main(["--ranks", ranks, "--simulate", *WORDS.replace("20", "3").split()])

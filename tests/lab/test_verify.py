@@ -4,13 +4,11 @@ equal or not.
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import HelpAsked, LayoutError, UsageError
 from nnmpi.compose.passes import BatchPass
 from nnmpi.lab.verify import compare, main, parse, table, tolerance, verdict
@@ -20,7 +18,7 @@ from tests.harness.commands import on_ranks
 # ---- words ----
 
 
-def test_words_mean_a_small_contract_and_what_they_say() -> None:
+def test_words_mean_a_small_contract_and_what_they_say():
     trial, samples, config = parse([])
     rule, parallel = config.optimization, config.parallel
     assert (config.model.model, config.data.dataset, samples.shape, config.run.dtype) == (
@@ -60,12 +58,12 @@ def test_words_mean_a_small_contract_and_what_they_say() -> None:
         ("--step 3", "--step is not an option; did you mean --steps"),
     ],
 )
-def test_what_makes_no_sense_is_a_sentence(words: str, text: str) -> None:
+def test_what_makes_no_sense_is_a_sentence(words, text):
     with pytest.raises(UsageError, match=text):
         parse(words.split())
 
 
-def test_simulated_ranks_need_no_mpi() -> None:
+def test_simulated_ranks_need_no_mpi():
     words = "-m nnmpi verify --simulate 2 --model mlp --hidden 5 --pp 2"
     ran = subprocess.run(
         [sys.executable, *words.split()], capture_output=True, text=True, check=False
@@ -79,9 +77,7 @@ def test_simulated_ranks_need_no_mpi() -> None:
     ("words", "steps"),
     [("--steps 60", 34), ("--steps 20 --dtype float32", 5), ("--steps 35 --batch-size 29", 34)],
 )
-def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(
-    group: Group, words: str, steps: int
-) -> None:
+def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group, words, steps):
     """The tolerance doubles with each: after 60 of them it would be 40,000."""
     with pytest.raises(UsageError, match=f"which could hide a fault; give --steps {steps} or less"):
         main(f"--model mlp --hidden 5 {words}".split(), group)
@@ -106,14 +102,14 @@ def findings(exact: bool = False, **changes: Any) -> dict[str, Any]:
     return {item.what: item for item in result}
 
 
-def test_equal_runs_are_equal_to_the_last_bit() -> None:
+def test_equal_runs_are_equal_to_the_last_bit():
     result = list(findings(exact=True).values())
     assert all(item.bitwise and item.holds for item in result)
     assert verdict(result) == "equal to the last bit"
     assert [line.split()[-1] for line in table(result)[1:]] == ["bitwise"] * 7
 
 
-def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
+def test_rounding_is_allowed_unless_the_bits_must_be_equal():
     rounded = {
         "gradients of step 1": {**GRADIENTS, "0.weight": GRADIENTS["0.weight"] * (1 + 1e-15)}
     }
@@ -124,7 +120,7 @@ def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 1e-9, float("nan")])
-def test_more_is_not(factor: float) -> None:
+def test_more_is_not(factor):
     weights = {**WEIGHTS, "0.weight": WEIGHTS["0.weight"] * factor}
     result = list(findings(**{"weights after step 2": weights}).values())
     wrong = [item for item in result if not item.holds]
@@ -133,7 +129,7 @@ def test_more_is_not(factor: float) -> None:
     assert any("DIFFERS   (most: 0.weight)" in line for line in table(result))
 
 
-def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
+def test_errors_are_relative_but_not_to_what_is_nothing():
     """A gradient that is 0 but for rounding is measured by the others; a small array by its own
     size, down to 1 %.
     """
@@ -145,7 +141,7 @@ def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
     assert item.error == pytest.approx(5e-10, rel=1e-3) and not item.holds
 
 
-def test_tolerance_grows_with_steps_and_the_square_root_of_the_samples() -> None:
+def test_tolerance_grows_with_steps_and_the_square_root_of_the_samples():
     assert tolerance("float64", 64, 0) == 2 * tolerance("float64", 16, 0)
     assert tolerance("float32", 16, 2) == 4 * tolerance("float32", 16, 0)
 
@@ -178,9 +174,7 @@ def layouts(size: int) -> list[str]:
 
 
 @pytest.mark.mpi
-def test_a_users_own_model_is_the_serial_run(
-    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_own_model_is_the_serial_run(group, tmp_path, capsys):
     """Of random samples; every rank gets the answer, and the first one prints the table."""
     file = tmp_path / "net.py"
     file.write_text(OWN)
@@ -198,7 +192,7 @@ def test_a_users_own_model_is_the_serial_run(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None:
+def test_adam_makes_no_updates_of_rounding(group, optimizer):
     """Normalized convolutions have gradients that are 0 but for rounding, which Adam with its own
     eps makes large.
     """
@@ -210,7 +204,7 @@ def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None
 
 
 @pytest.mark.mpi
-def test_what_lies_out_of_memory_is_the_serial_run(group: Group, tmp_path: Path) -> None:
+def test_what_lies_out_of_memory_is_the_serial_run(group, tmp_path):
     """The serial run has all in memory, and no stage of ZeRO, which weights out of memory want."""
     plain = "--model mlp --hidden 12 8 7 --samples 31 --batch-size 14 --steps 2"
     assert main(
@@ -220,9 +214,7 @@ def test_what_lies_out_of_memory_is_the_serial_run(group: Group, tmp_path: Path)
 
 
 @pytest.mark.mpi
-def test_fixed_sums_are_the_serial_run_to_the_last_bit(
-    group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fixed_sums_are_the_serial_run_to_the_last_bit(group, capsys):
     words = (
         f"--model mlp --hidden 12 8 7 --dp {group.size} --reduction fixed --dtype float32 --steps 3"
     )
@@ -231,9 +223,7 @@ def test_fixed_sums_are_the_serial_run_to_the_last_bit(
 
 
 @pytest.mark.mpi
-def test_a_fault_is_found(
-    group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found(group, capsys, monkeypatch):
     if group.size == 1:
         return
     right = BatchPass._make_seeds
@@ -260,9 +250,7 @@ def test_a_fault_is_found(
         ("--model nowhere.py:build --dp {size}", UsageError, "there is no file nowhere.py"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence_on_all_ranks(
-    group: Group, words: str, error: Any, text: str
-) -> None:
+def test_what_does_not_fit_is_one_sentence_on_all_ranks(group, words, error, text):
     with pytest.raises(error) as caught:
         main(words.format(size=group.size).split(), group)
     assert text in str(caught.value)
@@ -270,7 +258,7 @@ def test_what_does_not_fit_is_one_sentence_on_all_ranks(
 
 
 @pytest.mark.mpi
-def test_more_stages_than_layers_are_refused(group: Group) -> None:
+def test_more_stages_than_layers_are_refused(group):
     if group.size > 1:
         words = f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2"
         with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
@@ -278,7 +266,7 @@ def test_more_stages_than_layers_are_refused(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_help_is_the_same_on_all_ranks(group: Group) -> None:
+def test_help_is_the_same_on_all_ranks(group):
     with pytest.raises(HelpAsked, match="mpirun -n 8 nnmpi verify"):
         main(["--help"], group)
 
@@ -293,26 +281,26 @@ def verify(words: str, ranks: int) -> list[bool]:
     return on_ranks(main, words, ranks)
 
 
-def test_normalizing_few_rows_may_round_more() -> None:
+def test_normalizing_few_rows_may_round_more():
     words = "--model resnet --batch-size 5 --microbatches 5 --tp 3 --steps 1 --seed 5"
     assert all(verify(words, 3))
 
 
-def test_few_rows_without_normalization_may_not() -> None:
+def test_few_rows_without_normalization_may_not():
     """In float32 the wider tolerance would hide a fault, so it would be refused."""
     words = "--model mlp --dataset iris --batch-size 8 --microbatches 4 --dtype float32"
     assert all(verify(words, 2))
 
 
 @pytest.mark.parametrize("heads", [1, 3])  # by ring attention, and by Ulysses
-def test_shared_positions_are_the_serial_run(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shared_positions_are_the_serial_run(heads, capfd):
     assert all(verify(f"{GPT} --dp 1 --sp 2 --heads {heads}", 2))
     assert "equal within the tolerance" in capfd.readouterr().out
 
 
 def test_a_model_whose_layers_take_one_position_after_the_other(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     words = (
         "--model lstm --features 5 --context 4 --classes 7 --batch-size 5 --samples 9 --steps 2"
         " --microbatches 2"
@@ -320,9 +308,7 @@ def test_a_model_whose_layers_take_one_position_after_the_other(
     assert all(verify(f"{words} --dp 1 --pp 2", 2))
 
 
-def test_a_fault_among_positions_is_found(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_among_positions_is_found(monkeypatch, capfd):
     """The keys of the other ranks are passed over."""
     right = RingAttention.visible
     monkeypatch.setattr(

@@ -241,7 +241,7 @@ ALLOWED = {
 }
 
 
-def write(root: Path, files: dict[str, str]) -> None:
+def write(root: Path, files: dict[str, str]):
     """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does
     not have.
     """
@@ -251,24 +251,24 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_the_package_keeps_the_rules() -> None:
+def test_the_package_keeps_the_rules():
     result = violations(ROOT)
     assert not result, "\n" + "\n".join(result)
 
 
-def test_faults_can_be_planted_in_the_lines_that_are_there() -> None:
+def test_faults_can_be_planted_in_the_lines_that_are_there():
     assert [
         item.name for item in FAULTS if (ROOT / item.file).read_text().count(item.before) != 1
     ] == []
 
 
-def test_the_small_package_keeps_them_too(tmp_path: Path) -> None:
+def test_the_small_package_keeps_them_too(tmp_path):
     write(tmp_path, GOOD)
     assert violations(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_breach_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_breach_is_found(name, tmp_path):
     files, blamed, words = PLANTED[name]
     write(tmp_path, GOOD | files)
     result = violations(tmp_path)
@@ -278,7 +278,7 @@ def test_a_planted_breach_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_allowed_is_not_found(name: str, tmp_path: Path) -> None:
+def test_what_is_allowed_is_not_found(name, tmp_path):
     files = ALLOWED[name]
     write(
         tmp_path,
@@ -289,7 +289,7 @@ def test_what_is_allowed_is_not_found(name: str, tmp_path: Path) -> None:
     assert violations(tmp_path) == []
 
 
-def test_every_exception_is_needed() -> None:
+def test_every_exception_is_needed():
     texts = [path.read_text() for path in (ROOT / "nnmpi").rglob("*.py")]
     for flag in layers.FOREIGN_FLAGS:
         assert any(flag in text for text in texts), (

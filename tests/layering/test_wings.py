@@ -44,7 +44,7 @@ def run(folder: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_the_core_trains_without_a_wing(wing: str, tmp_path: Path) -> None:
+def test_the_core_trains_without_a_wing(wing, tmp_path):
     ignored = shutil.ignore_patterns(wing, "__pycache__")
     shutil.copytree(ROOT / "nnmpi", tmp_path / "nnmpi", ignore=ignored)
     status, text = run(tmp_path, "-m", "nnmpi", *TRAIN.split())
@@ -64,7 +64,7 @@ def test_the_core_trains_without_a_wing(wing: str, tmp_path: Path) -> None:
     ]
 
 
-def test_the_tables_name_what_there_is() -> None:
+def test_the_tables_name_what_there_is():
     assert set(WINGS) == layers.WINGS
     for name in COMMANDS:
         path = find_command(name).replace(".", "/")

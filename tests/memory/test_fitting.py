@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def peaks(layout: dict[str, Any], ranks: int) -> list[tuple[int, int, str]]:
     return simulate(main, ranks)
 
 
-def test_the_pass_fits_and_is_as_predicted() -> None:
+def test_the_pass_fits_and_is_as_predicted():
     plain = max(peak for peak, *_ in peaks(PLAIN, 2))
     for budget in (60_000, 70_000):
         assert budget < plain
@@ -43,17 +42,17 @@ def test_the_pass_fits_and_is_as_predicted() -> None:
         assert sum(count for _, count, _ in results) > 0
 
 
-def test_what_fits_is_not_computed_again() -> None:
+def test_what_fits_is_not_computed_again():
     assert [count for _, count, _ in peaks(PLAIN | {"activation_memory": 10**6}, 2)] == [0, 0]
 
 
-def test_too_small_a_budget_is_refused_on_all_ranks() -> None:
+def test_too_small_a_budget_is_refused_on_all_ranks():
     with pytest.raises(UsageError, match="too few: with every segment .* recomputed") as error:
         peaks(PLAIN | {"activation_memory": 3_000}, 2)
     assert "rank 0: " in str(error.value) and "rank 1: " in str(error.value)
 
 
-def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
+def test_saved_arrays_go_out_where_that_is_faster(tmp_path):
     """Of GPipe's three microbatches in flight; by 1F1B's two none could be away."""
     store = "host" if on_device() else str(tmp_path)
     layout = PLAIN | {"pipeline": "gpipe", "activation_memory": 60_000, "offload": store}
@@ -70,14 +69,12 @@ def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [PLAIN, {"zero": 3}], ids=str)
-def test_least_in_segments_leaves_nothing_to_offload(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_least_in_segments_leaves_nothing_to_offload(layout, tmp_path):
     with pytest.raises(UsageError, match="nothing is left to offload"):
         Layout(**layout, activation_memory="least", offload=str(tmp_path))
 
 
-def test_chosen_savings_fit_and_none_of_theirs_does() -> None:
+def test_chosen_savings_fit_and_none_of_theirs_does():
     rng = np.random.default_rng(0)
     for _ in range(60):
         held, left = rng.integers(6, 20, 7), rng.integers(0, 5, (2, 7))
@@ -112,7 +109,7 @@ def test_chosen_savings_fit_and_none_of_theirs_does() -> None:
                 assert peak(*chosen.toggled(number, way)) > budget
 
 
-def test_recomputing_all_is_tried_where_moving_saves_too_little() -> None:
+def test_recomputing_all_is_tried_where_moving_saves_too_little():
     """What stays when a segment is moved is more than what a recomputed one leaves."""
     held, stays = {0: 10, 1: 10}, {0: 6, 1: 6}
 

@@ -5,7 +5,6 @@ import gc
 import tracemalloc
 from contextlib import nullcontext
 from itertools import chain, count, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,10 +51,10 @@ def train(
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
+def test_what_is_predicted_is_what_is_measured(zero):
     """Of the kinds that formulas know; batches and activations are counted, too."""
     for allreduce in ("native", "shared"):
-        for result, line, _ in simulate(lambda group, way=allreduce: train(group, zero, way), 3):  # type: ignore[misc]
+        for result, line, _ in simulate(lambda group, way=allreduce: train(group, zero, way), 3):
             assert tuple(result.peaks) == KINDS
             assert result.predicted == {kind: result.peaks[kind] for kind in result.predicted}
             assert len(result.predicted) == 3
@@ -67,7 +66,7 @@ def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
             assert "as predicted" in line
 
 
-def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
+def test_a_short_last_batch_does_not_stand_for_full_ones(group):
     """Where it is the second step, as in an epoch of two, the next full batch is counted, too."""
 
     def activations(samples: int, steps: int) -> int:
@@ -86,7 +85,7 @@ def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
 
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")
-def test_each_stage_of_zero_takes_less_than_the_one_before() -> None:
+def test_each_stage_of_zero_takes_less_than_the_one_before():
     """Of layers none of which has most of the parameters."""
     stages = [
         simulate(lambda group, stage=stage: train(group, stage, hidden=(32,) * 8), 4)
@@ -96,7 +95,7 @@ def test_each_stage_of_zero_takes_less_than_the_one_before() -> None:
     assert peaks == sorted(set(peaks), reverse=True)
 
 
-def test_it_is_drawn_where_a_trace_is_recorded() -> None:
+def test_it_is_drawn_where_a_trace_is_recorded():
     """As amounts by kind, at the beginning of a step and after its passes."""
     (_, _, rows), *_ = simulate(lambda group: train(group, 2, trace=True), 2)
     curve = [row["args"] for row in rows if row["ph"] == "C"]
@@ -105,7 +104,7 @@ def test_it_is_drawn_where_a_trace_is_recorded() -> None:
     assert [item[ACTIVATIONS] > 0 for item in curve] == [False, True] * 3
 
 
-def test_mistakes_are_refused() -> None:
+def test_mistakes_are_refused():
     with pytest.raises(UsageError, match="make an nnmpi.Worker first"):
         contextvars.Context().run(nnmpi.memory.report)
     with pytest.raises(KeyError, match="weights"):
@@ -114,7 +113,7 @@ def test_mistakes_are_refused() -> None:
 
 @pytest.mark.host_only("the host's allocations")
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_meter_counts_its_own_rank(ranks: int) -> None:
+def test_a_meter_counts_its_own_rank(ranks):
     """What lives, and the most meanwhile, without what other ranks do in their turns."""
 
     def main(group: Group) -> tuple[int, int]:
@@ -138,7 +137,7 @@ def test_a_meter_counts_its_own_rank(ranks: int) -> None:
 @pytest.mark.host_only("the host's allocations")
 @pytest.mark.parametrize("budget", [None, "least"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_peak_is_that_of_a_trace(budget: Any, microbatches: int) -> None:
+def test_the_peak_is_that_of_a_trace(budget, microbatches):
     """With all temporary arrays, within a plan and without one."""
     data = Dataset("numbers", np.ones((64, 64), np.float32), np.zeros(64, int), 3)
     (batch,) = Loader(data, 64, workers=0, microbatches=microbatches).epoch(0)
@@ -184,14 +183,14 @@ def live_and_counted(layer: nn.Module) -> tuple[int, int]:
         lambda: nn.CausalSelfAttention(64, 4),
     ],
 )
-def test_all_that_a_layer_saves_is_counted(layer: Any) -> None:
+def test_all_that_a_layer_saves_is_counted(layer):
     """A mixture of experts saves graphs of its own, in which the arrays are."""
     live, counted = live_and_counted(layer())
     assert counted == pytest.approx(live, rel=0.05)
 
 
 @pytest.mark.host_only("the host's allocations")
-def test_a_plan_sees_the_experts_activations(tmp_path: Path) -> None:
+def test_a_plan_sees_the_experts_activations(tmp_path):
     """A budget is kept, and what goes out comes back: the gradients are those of an ordinary
     pass.
     """
@@ -216,7 +215,7 @@ def test_a_plan_sees_the_experts_activations(tmp_path: Path) -> None:
         {"budget": "least"},
         {"budget": "least", "store": Store(str(tmp_path), numpy_backend())},
     ):
-        planned = RecomputedModel(model, **options)  # type: ignore[arg-type]
+        planned = RecomputedModel(model, **options)
         peak(planned)
         model.zero_grad()
         peak(planned)

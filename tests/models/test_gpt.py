@@ -15,7 +15,7 @@ def small(dropout: float = 0.1) -> nn.Sequential:
     return models.gpt(TOKENS, TIME + 2, features=12, layers=3, heads=3, dropout=dropout)
 
 
-def test_sizes_are_gpt2s() -> None:
+def test_sizes_are_gpt2s():
     """124,439,808 parameters, the table of tokens once; weights of 0.02, less in the last layers of
     branches.
     """
@@ -29,7 +29,7 @@ def test_sizes_are_gpt2s() -> None:
     assert model(np.zeros((3, 7), np.int64)).shape == (3, 7, 50)
 
 
-def test_what_it_cannot_take() -> None:
+def test_what_it_cannot_take():
     model = small().initialize(0)
     with pytest.raises(
         ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"
@@ -38,10 +38,10 @@ def test_what_it_cannot_take() -> None:
     with pytest.raises(UsageError, match="10 features and 3 heads; give a multiple of the heads"):
         models.gpt(5, 5, features=10, layers=1, heads=3)
     with pytest.raises(UsageError, match=r"gpt's layers is 1\.0; give a whole number"):
-        models.gpt(5, 5, features=10, layers=1.0, heads=2)  # type: ignore[arg-type]
+        models.gpt(5, 5, features=10, layers=1.0, heads=2)
 
 
-def test_the_tied_table_gets_both_gradients() -> None:
+def test_the_tied_table_gets_both_gradients():
     """A change of the table moves the loss as its gradient says, which the two uses added up to."""
     model = small(0.0).initialize(0, "float64")
     draw = np.random.default_rng(1)

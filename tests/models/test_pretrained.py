@@ -31,18 +31,18 @@ def small(seed: int = 1) -> nn.Module:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Return a folder with a small model's files."""
     save_pretrained(tmp_path / "model", small().state(), SIZE.heads)
     return tmp_path / "model"
 
 
-def change(folder: Path, **values: object) -> None:
+def change(folder: Path, **values: object):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_another_size_is_refused(folder: Path) -> None:
+def test_another_size_is_refused(folder):
     """Also where it is the default's; the model's own size may be given again."""
     build_model(ModelConfig("gpt", layers=3, features=12, heads=3, pretrained=folder), (9,), 23)
     for name, value in (("layers", 2), ("features", 128), ("heads", 4)):
@@ -57,7 +57,7 @@ def test_another_size_is_refused(folder: Path) -> None:
         build_model(ModelConfig("gpt", pretrained=folder), (10,), 23)
 
 
-def test_what_is_written_is_read(folder: Path) -> None:
+def test_what_is_written_is_read(folder):
     """With all names under "transformer." or without, and with the masks that the published files
     hold.
     """
@@ -77,7 +77,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     "layout", [Layout(pp=2, dp=1), Layout(tp=2, dp=1), Layout(pp=2, tp=2, dp=1)]
 )
-def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
+def test_each_rank_reads_its_part(folder, layout):
     expected = small().state()
 
     def main(group: Group) -> int:
@@ -122,17 +122,17 @@ def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
         ),
     ],
 )
-def test_other_models_are_refused(folder: Path, values: dict[str, object], words: str) -> None:
+def test_other_models_are_refused(folder, values, words):
     change(folder, **values)
     with pytest.raises(DataError, match=words):
         read_size(folder)
 
 
-def cut(folder: Path) -> None:
+def cut(folder: Path):
     """Write a folder's weights as two files and an index."""
     arrays = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    index: dict[str, str] = {}
+    index = {}
     for part in (0, 1):
         name = f"model-0000{part + 1}-of-00002.safetensors"
         index |= dict.fromkeys(sorted(arrays)[part::2], name)
@@ -141,7 +141,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
-def test_several_files_are_read_as_one(folder: Path) -> None:
+def test_several_files_are_read_as_one(folder):
     cut(folder)
     model = small(seed=2)
     load_pretrained(model, folder)
@@ -151,14 +151,14 @@ def test_several_files_are_read_as_one(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(DataError, match="model-00002-of-00002.safetensors"):
         load_pretrained(model, folder)
-    wrong: list[object] = [{"weight_map": {"a": "../model.safetensors"}}, {"weight_map": {}}, []]
+    wrong = [{"weight_map": {"a": "../model.safetensors"}}, {"weight_map": {}}, []]
     for content in wrong:
         index.write_text(json.dumps(content))
         with pytest.raises(DataError, match=r"index\.json"):
             read_size(folder)
 
 
-def test_bfloat16_is_read(folder: Path) -> None:
+def test_bfloat16_is_read(folder):
     """Its upper half of float32, bit for bit."""
     file = folder / "model.safetensors"
     arrays = {name: array.astype(np.float32) for name, array in load_file(file).items()}
@@ -174,7 +174,7 @@ def test_bfloat16_is_read(folder: Path) -> None:
     np.testing.assert_array_equal(model.state()["0.tokens.weight"], expected)
 
 
-def test_a_pickle_is_refused_with_the_command_that_converts_it(folder: Path) -> None:
+def test_a_pickle_is_refused_with_the_command_that_converts_it(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     for read in (read_size, nnmpi.load):
         with pytest.raises(DataError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
@@ -182,13 +182,13 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(folder: Path) -> 
 
 
 @pytest.mark.parametrize("rate", [[], 0.2, "much"])
-def test_dropouts_that_differ_are_refused(folder: Path, rate: object) -> None:
+def test_dropouts_that_differ_are_refused(folder, rate):
     change(folder, attn_pdrop=0.1, embd_pdrop=rate, resid_pdrop=0.1)
     with pytest.raises(DataError, match="only one probability in .0, 1. for all three can be read"):
         read_dropout(folder)
 
 
-def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
+def test_an_output_that_is_not_the_embedding_is_refused(folder):
     """And nothing is changed; some write the tied one, too."""
     file, model = folder / "model.safetensors", small(seed=2)
     arrays = load_file(file)

@@ -2,7 +2,6 @@
 back.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def _heads(t: Any, transposed: Any) -> Any:
     """Return an attention that is written by operations; its heads are not an image's rows."""
 
     class Heads(t.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.tokens, self.last = t.Embedding(7, 4), t.Linear(20, 3)
             self.attention = t.MultiheadAttention(
@@ -100,7 +99,7 @@ def _written(t: Any, operations: Any) -> Any:
     """Return a model whose forward pools and flattens by operations."""
 
     class Written(t.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.conv, self.first, self.last = t.Conv2d(2, 4, 3), t.Linear(24, 24), t.Linear(24, 3)
 
@@ -140,7 +139,7 @@ def cases() -> dict[str, tuple[Module, Any]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_there_and_back(tmp_path: Path, name: str) -> None:
+def test_there_and_back(tmp_path, name):
     """The same values, to the bit; another model's file is refused."""
     model, x = cases()[name]
     model.initialize(seed=1)
@@ -160,7 +159,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 class Own(nn.Module):
     """A linear layer behind an operation on the layer's input, and on a weight."""
 
-    def __init__(self, between: Any) -> None:
+    def __init__(self, between: Any):
         self.between, self.scale = between, nn.Parameter((96,), nn.Normal(1))
         self.last = nn.Linear(96, 96)
 
@@ -182,7 +181,7 @@ class Own(nn.Module):
         (lambda x, w: (x[:, :1] * 0 + w).reshape(len(x), 8, 6, 2).reshape(len(x), 96), "features"),
     ],
 )
-def test_an_order_that_pytorch_does_not_have_is_refused(between: Any, what: str) -> None:
+def test_an_order_that_pytorch_does_not_have_is_refused(between, what):
     """Such a weight was written, and PyTorch's model computed something else."""
     model = Own(between).initialize()
     if not what:
@@ -205,11 +204,11 @@ def test_an_order_that_pytorch_does_not_have_is_refused(between: Any, what: str)
         (lambda x, w: nn.BatchNorm1d(6).initialize()(x) + w, "lengths, .* in Pointwise"),
     ],
 )
-def test_a_square_parameter_of_ones_own_is_refused(between: Any, what: str) -> None:
+def test_a_square_parameter_of_ones_own_is_refused(between, what):
     """Where PyTorch may have it transposed, which its shape does not show."""
 
     class Bare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.w = nn.Parameter((6, 6), nn.Normal(1))
 
         def forward(self, x: Any) -> Any:
@@ -246,9 +245,9 @@ def test_a_square_parameter_of_ones_own_is_refused(between: Any, what: str) -> N
         ),
     ],
 )
-def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers: Any, what: str) -> None:
+def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers, what):
     class Called(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.layers = [layer for layer in layers if isinstance(layer, nn.Module)]
 
         def forward(self, x: Any) -> Any:
@@ -260,7 +259,7 @@ def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers: Any, w
         to_torch(Called().initialize(), IMAGES[:1, 0])
 
 
-def test_a_square_norm_of_the_input_is_refused() -> None:
+def test_a_square_norm_of_the_input_is_refused():
     """Of (time, channels) or (channels, time), which only the program in PyTorch tells."""
     model = nn.Sequential(nn.LayerNorm((4, 4)), nn.Conv1d(4, 2, 3)).initialize()
     with pytest.raises(CheckpointError, match=r"0.weight has axes of equal .* in LayerNorm"):
@@ -269,13 +268,13 @@ def test_a_square_norm_of_the_input_is_refused() -> None:
     assert to_torch(rows, np.ones((1, 4, 4), "float32"))
 
 
-def test_a_model_without_parameters_has_an_empty_state(tmp_path: Path) -> None:
+def test_a_model_without_parameters_has_an_empty_state(tmp_path):
     model, sample = nn.Sequential(nn.Flatten(), nn.ReLU()), np.ones((1, 2, 2), "float32")
     assert to_torch(model, sample) == {} == from_torch(torch_weights(model, sample), {})
     assert write_torch(tmp_path / "empty.safetensors", model, sample) == 0
 
 
-def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path):
     """The library raises an error of its own, which names a temporary file; the end of a run looks
     for the system's.
     """
@@ -300,8 +299,8 @@ def _torch_model(torch: Any, name: str) -> Any:
         return t.Sequential(t.Flatten(), t.Linear(96, 9), t.ReLU(), t.Linear(9, 10))
     if name == "resnet":
 
-        class Residual(t.Module):  # type: ignore[name-defined,misc]
-            def __init__(self, body: Any, shortcut: Any) -> None:
+        class Residual(t.Module):
+            def __init__(self, body: Any, shortcut: Any):
                 super().__init__()
                 self.body, self.shortcut = body, shortcut
 
@@ -359,7 +358,7 @@ def _mean(t: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted({*cases()} - {"gpt"}))
-def test_pytorch_computes_the_same(name: str) -> None:
+def test_pytorch_computes_the_same(name):
     """Logits within 1e-6 of the largest, there and with what is trained there."""
     torch = pytest.importorskip("torch")
     model, x = cases()[name]

@@ -43,7 +43,7 @@ def sources(folder: Path) -> dict[str, Source]:
     def cell() -> Source:
         held = 1.0
 
-        def put(n: float) -> None:
+        def put(n: float):
             nonlocal held
             held = n
 
@@ -54,7 +54,7 @@ def sources(folder: Path) -> dict[str, Source]:
         return (lambda: float(file.read_text())), lambda n: file.write_text(f"{n}")
 
     local.n = mapped[0] = 1.0
-    made: dict[str, Source] = {
+    made = {
         "a variable": cell(),
         "a global": (lambda: NUMBER, lambda n: globals().update(NUMBER=n)),
         "a global by name": (lambda: globals()["NUMBER"], lambda n: globals().update(NUMBER=n)),
@@ -91,7 +91,7 @@ def sources(folder: Path) -> dict[str, Source]:
     return made
 
 
-USES: dict[str, Callable[[Any, Any], Any]] = {
+USES = {
     "a factor": lambda x, n: x * n,
     "a branch": lambda x, n: x * 2 if n > 1 else x - 3,
     "a loop": lambda x, n: sum((x for _ in range(int(n))), x * 0),
@@ -115,7 +115,7 @@ def once(at: int) -> Callable[[int], float]:
     return lambda call: 1.0 if call < at else 3.0
 
 
-CHANGES: dict[str, Callable[[int], float]] = {
+CHANGES = {
     "never": lambda _: 1.0,
     "in each call": each,
     **{f"at call {at}": once(at) for at in (2, 3, 5, 8)},
@@ -149,7 +149,7 @@ class Reads(nn.Module):
 
     replayable = True
 
-    def __init__(self, read: Callable[[], float], use: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, read: Callable[[], float], use: Callable[[Any, Any], Any]):
         self.layer = nn.Linear(4, 4)
         self.read, self.use = read, use
 

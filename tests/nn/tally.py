@@ -10,10 +10,10 @@ class Tally:
         call_count: so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._count = c_long()
 
-    def __call__(self) -> None:
+    def __call__(self):
         self._count.value += 1
 
     @property

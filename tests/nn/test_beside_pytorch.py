@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)
 TIMES, IMAGES = RNG.standard_normal((3, 7, 4)), RNG.standard_normal((2, 6, 5, 4))
 VOLUMES = RNG.standard_normal((2, 5, 6, 4, 4))
-LAYERS: dict[str, tuple[Any, Any]] = {
+LAYERS = {
     "elu": (lambda t: t.ELU(), 9 * TIMES),
     "elu alpha": (lambda t: t.ELU(0.3), TIMES),
     "softplus": (lambda t: t.Softplus(), 30 * TIMES),
@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "instance of sequences": (lambda t: t.InstanceNorm1d(4, 1e-3, affine=True), TIMES),
     "instance of volumes": (lambda t: t.InstanceNorm3d(4, affine=True), VOLUMES),
 }  # fmt: skip
-CELLS: dict[str, Any] = {
+CELLS = {
     "rnn": lambda t: t.RNNCell(4, 5),
     "rnn relu": lambda t: t.RNNCell(4, 5, nonlinearity="relu"),
     "gru": lambda t: t.GRUCell(4, 5),
@@ -57,13 +57,13 @@ def pair(make: Any, dtype: str, x: Any) -> tuple[nn.Module, Any]:
     return ours, theirs
 
 
-def agree(ours: Any, theirs: Any, dtype: str) -> None:
+def agree(ours: Any, theirs: Any, dtype: str):
     np.testing.assert_allclose(ours, theirs.detach().numpy(), **tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str, dtype: str) -> None:
+def test_layers(name, dtype):
     make, values = LAYERS[name]
     values = values.astype(dtype)
     ours, theirs = pair(make, dtype, values)
@@ -84,18 +84,18 @@ def test_layers(name: str, dtype: str) -> None:
             agree(bias.grad, parts["bias"].grad, dtype)
         weight = next(p for p in ours.parameters() if p.name.endswith("weight"))
         turned = (-1, -2, *range(weight.ndim - 2)) if weight.ndim > 1 else (0,)
-        agree(weight.grad.transpose(turned), parts["weight"].grad, dtype)  # type: ignore[union-attr]
+        agree(weight.grad.transpose(turned), parts["weight"].grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CELLS)
-def test_cells(name: str, dtype: str) -> None:
+def test_cells(name, dtype):
     """Over seven steps, without a state and from one."""
     values = TIMES.astype(dtype)
     ours, theirs = pair(CELLS[name], dtype, values[:, 0])
     for begin in (False, True):
-        state: Any = None
-        other: Any = None
+        state = None
+        other = None
         if begin:
             arrays = [np.full((3, 5), value, dtype) for value in (0.3, -0.2)]
             parts = [Tensor(a) for a in arrays], [torch.tensor(a) for a in arrays]
@@ -112,7 +112,7 @@ def test_cells(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
-def test_rnn(nonlinearity: str, dtype: str) -> None:
+def test_rnn(nonlinearity, dtype):
     values = TIMES.astype(dtype)
     ours = nn.RNN(4, 5, 2, nonlinearity).initialize(seed=1, dtype=dtype)
     theirs = torch.nn.RNN(4, 5, 2, nonlinearity, batch_first=True).to(getattr(torch, dtype))
@@ -138,7 +138,7 @@ def test_rnn(nonlinearity: str, dtype: str) -> None:
 LABELS = np.array([[0, 2, 4, 1], [3, 3, -100, 0]])
 WEIGHTS = np.array([0.1, 2, 0.5, 0, 1.5])
 SIDES = RNG.random((2, 4, 5))
-LOSSES: dict[str, tuple[Any, Any]] = {
+LOSSES = {
     "weights": (lambda t, w: t.CrossEntropyLoss(w, ignore_index=-100), LABELS),
     "weights sum": (lambda t, w: t.CrossEntropyLoss(w, ignore_index=-100, reduction="sum"), LABELS),
     "weights none": (
@@ -165,7 +165,7 @@ LOSSES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(name: str, dtype: str) -> None:
+def test_losses(name, dtype):
     make, target = LOSSES[name]
     values, weight = RNG.standard_normal((2, 4, 5)).astype(dtype), WEIGHTS.astype(dtype)
     if name.startswith("bce"):

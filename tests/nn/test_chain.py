@@ -4,7 +4,6 @@ are refused.
 
 import copy
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,13 +51,13 @@ def whole(model: Module, x: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_every_cut_gives_the_whole_model(stages: int) -> None:
+def test_every_cut_gives_the_whole_model(stages):
     x = np.random.default_rng(0).standard_normal((3, 4))
     model = skips().initialize(seed=1, dtype="float64")
     expected = whole(model, x)
     layers = open_chain(model)
     for cut in cuts(len(layers), stages):
-        value: Any = Tensor(x, requires_grad=True)
+        value = Tensor(x, requires_grad=True)
         first, saved = value, {}
         for number in cut:
             stage = layers[number.start : number.stop]
@@ -77,16 +76,16 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
         (models.cnn((8, 8, 1), 3), (4, 8, 8, 1), "0 3 6 7 8 9 10 11"),
     ],
 )
-def test_no_cut_changes_the_bits(model: Module, shape: tuple[int, ...], names: str) -> None:
+def test_no_cut_changes_the_bits(model, shape, names):
     """What is one call is one layer: an embedding and what multiplies its table, for example."""
     model.initialize(seed=1)
-    given: Any = np.random.default_rng(0).integers(0, 5, shape)
+    given = np.random.default_rng(0).integers(0, 5, shape)
     given = Tensor(given.astype("float32")) if len(shape) > 2 else given
     layers, results = open_chain(model), list[Array]()
     assert [layer.name for layer in layers] == names.split()
     for cut in range(len(layers)):
         model.zero_grad()
-        value: Any = given
+        value = given
         for stage in (layers[:cut], layers[cut:]):
             value = run_layers(stage, value, {})
         value.sum().backward()
@@ -95,18 +94,18 @@ def test_no_cut_changes_the_bits(model: Module, shape: tuple[int, ...], names: s
 
 
 @pytest.mark.parametrize("model", [models.mlp, models.cnn, models.resnet])
-def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
+def test_parts_have_the_names_and_values_of_the_whole(model):
     expected = model((8, 8, 1), 10).initialize(seed=3).state()
     built = model((8, 8, 1), 10)
     layers = open_chain(built)
-    result: dict[str, Array] = {}
+    result = {}
     for stage in (layers[:2], layers[2:5], layers[5:]):
         entries = ModelPart(built, stage).initialize(seed=3).entries()
         result |= {name: entry.data for name, entry in entries.items()}
     np.testing.assert_equal(result, expected)
 
 
-def test_a_part_is_copied_and_is_not_taken_for_the_whole() -> None:
+def test_a_part_is_copied_and_is_not_taken_for_the_whole():
     layers = open_chain(model := models.mlp((8,), 10))
     stage = ModelPart(model, layers[:2]).initialize(seed=3)
     twin = copy.deepcopy(stage)
@@ -120,7 +119,7 @@ def test_a_part_is_copied_and_is_not_taken_for_the_whole() -> None:
         optim.clip_by_global_norm(twin.parameters(), 1.0)
 
 
-def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
+def test_a_shared_parameter_has_its_first_name_in_every_part():
     model = Sequential(Linear(3, 3), ReLU(), Linear(3, 3))
     model[2].weight = model[0].weight
     layers = open_chain(model)
@@ -140,7 +139,7 @@ def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
         ([Stash("a"), Sequential(Pop("a"))], "without a Stash"),
     ],
 )
-def test_skips_that_do_not_pair_up_are_refused(layers: list[Module], sentence: str) -> None:
+def test_skips_that_do_not_pair_up_are_refused(layers, sentence):
     model = Sequential(*layers).initialize()
     with pytest.raises(UsageError, match=sentence):
         model(Tensor(np.ones((2, 2))))
@@ -148,7 +147,7 @@ def test_skips_that_do_not_pair_up_are_refused(layers: list[Module], sentence: s
         open_chain(model)
 
 
-def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
+def test_a_shared_layers_running_statistics_have_all_its_names():
     norm = BatchNorm(3)
     model = Sequential(Linear(3, 3), norm, Linear(3, 3), norm)
     part = ModelPart(model, open_chain(model))
@@ -156,7 +155,7 @@ def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
     assert len(part.parameters()) == len(model.parameters())
 
 
-def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
+def test_a_part_without_an_optimizer_group_of_the_model_knows_it():
     model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
     layers = open_chain(model)
     first, last = ModelPart(model, layers[:2]), ModelPart(model, layers[2:])

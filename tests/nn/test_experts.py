@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Group, NnmpiError, Tensor, nn
+from nnmpi import Tensor, nn
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.shard import split
 from nnmpi.base.timeline import Timeline, tracing
@@ -48,7 +48,7 @@ def by_hand(layer: nn.MixtureOfExperts, x: Any, top_k: int, capacity: float | No
 @pytest.mark.parametrize(
     ("top_k", "capacity"), [(1, None), (2, None), (2, 0.6), (3, 1.0), (5, None), (2, 0.01)]
 )
-def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> None:
+def test_the_formula_and_its_gradients(top_k, capacity):
     layer, x = layer_of(top_k, capacity).initialize(seed=1, dtype="float64"), samples(3)
     np.testing.assert_allclose(
         layer(x).data, by_hand(layer, x, top_k, capacity), rtol=1e-12, atol=1e-14
@@ -61,7 +61,7 @@ def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> No
     check_gradients(function, [x, softmax(Tensor(x) @ layer.gate.weight).data, *weights])
 
 
-def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
+def test_a_graph_that_is_kept_has_another_backward_pass():
     layer, x = (
         layer_of(2, None, 0.1).initialize(seed=1, dtype="float64"),
         Tensor(samples(2), requires_grad=True),
@@ -77,14 +77,14 @@ def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_positions_have_no_result() -> None:
+def test_no_positions_have_no_result():
     with nn.training():
         layer_of(2, 1.0, 0.1).initialize(seed=1, dtype="float64")(
             samples(2)[:, :0]
         ).sum().backward()
 
 
-def test_one_expert_is_the_multilayer_perceptron() -> None:
+def test_one_expert_is_the_multilayer_perceptron():
     mixture = nn.MixtureOfExperts(FEATURES, 1, 1, 3).initialize(seed=1, dtype="float64")
     w1, b1, w2, b2 = (item.data[0] for item in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))
     x = samples(2)
@@ -94,7 +94,7 @@ def test_one_expert_is_the_multilayer_perceptron() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, 0.25])
-def test_the_balance_is_the_gradient_of_its_formula(weight: float | None) -> None:
+def test_the_balance_is_the_gradient_of_its_formula(weight):
     """Shares of choices are constants of it. And outside of training there is none."""
     x = samples(3)
 
@@ -121,9 +121,7 @@ def test_the_balance_is_the_gradient_of_its_formula(weight: float | None) -> Non
 @pytest.mark.host_only("NumPy says who takes what, beside the layer")
 @pytest.mark.both_worlds(max_size=7)
 @pytest.mark.parametrize(("top_k", "capacity"), [(1, None), (2, 0.7)])
-def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
-    group: Group, top_k: int, capacity: float | None
-) -> None:
+def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(group, top_k, capacity):
     """Ranks have other numbers of samples, the last one none; seven ranks have five experts."""
     counts = [
         (2 * rank + 1) % 4 if rank < group.size - 1 or group.size == 1 else 0
@@ -182,15 +180,15 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     assert group.gather(sent == 2 * (n + m) * FEATURES * 8 + numbers) == [True] * group.size
 
 
-def test_what_does_not_work_is_refused() -> None:
+def test_what_does_not_work_is_refused():
     layer = layer_of(2, None, 0.1).initialize(seed=0)
     layer.all_reduce = sum
 
-    def unsaid() -> None:
+    def unsaid():
         with nn.training():
             layer(samples(2).astype("float32"))
 
-    rows: list[tuple[type[NnmpiError], str, Any]] = [
+    rows = [
         (UsageError, "top_k of at most the experts", lambda: nn.MixtureOfExperts(4, 2, 3)),
         *(
             (

@@ -486,7 +486,7 @@ def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
 
 
 class Extreme(nn.Module):
-    def __init__(self, which: str) -> None:
+    def __init__(self, which: str):
         self.which = which
 
     def forward(self, x: Tensor) -> Tensor:
@@ -495,9 +495,7 @@ class Extreme(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
-    rows: int, gradients: bool
-) -> None:
+def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(rows, gradients):
     """`out, _ = lstm(x)` would take two sequences apart."""
     x = np.ones((rows, 5, 4), "float32")
     for layer, remedy in (
@@ -515,7 +513,7 @@ def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
             assert len([*(layer(x) * 1)]) == rows  # any other tensor
 
 
-def test_a_mask_that_is_drawn_twice_in_a_pass_is_said() -> None:
+def test_a_mask_that_is_drawn_twice_in_a_pass_is_said():
     """A tower that is used twice, two passes in one block; not a recomputation or a replay."""
     x = np.ones((4, 3), "float32")
     drop, tower = nn.Dropout(0.5), nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))

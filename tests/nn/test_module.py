@@ -280,7 +280,7 @@ def test_residual():
 class _Tied(Module):
     """An output that is tied to an embedding by assignment, in one direction or the other."""
 
-    def __init__(self, vocabulary: int, width: int, reverse: bool) -> None:
+    def __init__(self, vocabulary: int, width: int, reverse: bool):
         self.table, self.head = Embedding(vocabulary, width), Linear(width, vocabulary, bias=False)
         if reverse:
             self.table.weight = self.head.weight
@@ -290,7 +290,7 @@ class _Tied(Module):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("vocabulary", [4, 5])
-def test_a_table_is_no_linear_layers_weight(vocabulary: int, reverse: bool) -> None:
+def test_a_table_is_no_linear_layers_weight(vocabulary, reverse):
     """With as many words as features it was, transposed, and nothing was said."""
     with pytest.raises(UsageError, match=r"head.weight is table.weight, but .*nn.TiedLinear\("):
         _Tied(vocabulary, 4, reverse).initialize()
@@ -303,7 +303,7 @@ def test_a_table_is_no_linear_layers_weight(vocabulary: int, reverse: bool) -> N
         linear(Tensor(np.ones((1, 4), "float32")), layers["0"].weight)
 
 
-def test_layers_alike_may_share_a_weight() -> None:
+def test_layers_alike_may_share_a_weight():
     model = Sequential(Linear(3, 3), Linear(3, 3), Embedding(5, 3))
     layers = dict(model.children())
     layers["1"].weight = layers["0"].weight
@@ -329,7 +329,7 @@ def _share() -> Sequential:
     return model
 
 
-def test_each_is_the_region_of_what_the_whole_would_draw() -> None:
+def test_each_is_the_region_of_what_the_whole_would_draw():
     part = _share().initialize(seed=3, dtype="float64")
     full = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).initialize(
         seed=3, dtype="float64"

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +13,7 @@ from nnmpi.base.errors import DeviceError, GraphError, ShapeError, UsageError
 from tests.device.here import on_device
 
 
-def test_reprs_say_what_it_is() -> None:
+def test_reprs_say_what_it_is():
     """Without a number of the data."""
     train, _ = data.load("iris")
     model = models.mlp((4,), 3, (5,)).initialize()
@@ -32,7 +31,7 @@ def test_reprs_say_what_it_is() -> None:
 class Net(nn.Module):
     """Written as for PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(in_channels=1, out_channels=4, kernel_size=3)
         self.pool = nn.MaxPool2d(kernel_size=2)
@@ -51,7 +50,7 @@ class Net(nn.Module):
         return self.layres
 
 
-def test_what_is_written_for_pytorch_computes_the_same() -> None:
+def test_what_is_written_for_pytorch_computes_the_same():
     """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their
     own.
     """
@@ -84,12 +83,12 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     )
     assert (Net().initialize().state_dict()["scale"] == 2).all()
     assert nn.Parameter([2.0, 0.5, 0.5]).shape == (3,) and nn.Linear(2, 3).weight.size == 6
-    assert nn.Parameter([2, 3], nn.Normal(1)).shape == (2, 3)  # type: ignore[arg-type]
+    assert nn.Parameter([2, 3], nn.Normal(1)).shape == (2, 3)
     tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
     assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_computed_in_evaluation_warns(monkeypatch):
     """In one sentence at the line of backward, where dropout or batch normalization is in it and
     nobody has said so.
     """
@@ -123,11 +122,11 @@ def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) ->
         loss(nn.Dropout()).backward()  # one rank warns for all
 
 
-def test_wrong_arguments_are_refused_by_name() -> None:
+def test_wrong_arguments_are_refused_by_name():
     """The sentence names the argument as the signature does."""
-    typed: Any = nnmpi
+    typed = nnmpi
     x, model = nnmpi.Tensor([1.0, 2.0]), models.mlp((4,), 3, ()).initialize()
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "in_features": lambda: typed.nn.Linear("3", 4),
         "in_channels": lambda: typed.nn.Conv2d("3", 4, 3),
         "num_layers": lambda: typed.nn.LSTM(3, 4, 1.0),
@@ -198,9 +197,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
 
 
-def test_a_parameter_is_not_replaced_by_values() -> None:
+def test_a_parameter_is_not_replaced_by_values():
     """Which would compute, and not be trained."""
-    layer: Any = type("Mine", (nn.Linear,), {})(2, 3)
+    layer = type("Mine", (nn.Linear,), {})(2, 3)
     for values in (np.zeros((2, 3), np.float32), nnmpi.Tensor(np.zeros((2, 3), np.float32))):
         with pytest.raises(UsageError, match=r"write its values by weight.data\[...\] = values"):
             layer.weight = values
@@ -212,7 +211,7 @@ def test_a_parameter_is_not_replaced_by_values() -> None:
     ).all() and not layer.scale.any()
 
 
-def test_a_parameter_of_several_axes_needs_initial_values() -> None:
+def test_a_parameter_of_several_axes_needs_initial_values():
     """Two layers of zeros behind one another have no gradients."""
     with pytest.raises(UsageError, match=r"shape \(64, 32\) would begin with zeros.*give init"):
         nn.Parameter((64, 32))

@@ -28,7 +28,7 @@ CALLS = 20
 AUDITS = {2, 4, 8, 15, 16}
 
 
-def check_idiom(idiom: Idiom, folder: Any) -> None:
+def check_idiom(idiom: Idiom, folder: Any):
     """Compare each call with the eager one: a wrong one is named by the next audit."""
     read, put = sources(folder)[idiom.source]
     use, change = USES[idiom.use], CHANGES[idiom.change]
@@ -90,7 +90,7 @@ def train(group: Any, read: Any, put: Any, use: Any, change: Any, replayable: bo
     worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
     rows = np.random.default_rng(0).normal(size=(6, 4))
     x, y = rows[group.rank :: group.size], np.arange(6)[group.rank :: group.size] % 2
-    losses: list[Any] = []
+    losses = []
     for step in range(14):
         group.barrier()
         put(change(step + 1))
@@ -129,7 +129,7 @@ def test_one_rank_that_differs_is_told_to_all():
         def read() -> float:
             return 1.0 + (number.call_count > 5 and group.rank == 1)
 
-        def put(_: float) -> None:
+        def put(_: float):
             number()
 
         return train(group, read, put, USES["a factor"], CHANGES["never"], True)
@@ -163,46 +163,46 @@ def trained(update: Any) -> Any:
     return model, step
 
 
-def clips(model: Any, optimizer: Any, *_: Any) -> None:
+def clips(model: Any, optimizer: Any, *_: Any):
     optimizer.step()
     for parameter in model.parameters():
         np.clip(parameter.data, -0.1, 0.1, out=parameter.data)
 
 
-def shrinks_gradients(model: Any, optimizer: Any, *_: Any) -> None:
+def shrinks_gradients(model: Any, optimizer: Any, *_: Any):
     for grads in model.storage.grads:
         grads *= 0.1
     optimizer.step()
 
 
-def by_hand(model: Any, *_: Any) -> None:
+def by_hand(model: Any, *_: Any):
     for parameter in model.parameters():
         parameter.data -= 0.1 * parameter.grad
 
 
-def on_storage(model: Any, *_: Any) -> None:
+def on_storage(model: Any, *_: Any):
     storage = model.storage
     storage.finish_gradients()
     for data, grads in zip(storage.data, storage.grads, strict=True):
         data[...] = data * 0.9 - 0.1 * np.sign(grads)
 
 
-def scales(model: Any, optimizer: Any, *_: Any) -> None:
+def scales(model: Any, optimizer: Any, *_: Any):
     model.weight.grad *= 0.5
     optimizer.step()
 
 
-def averages(model: Any, optimizer: Any, *_: Any) -> None:
+def averages(model: Any, optimizer: Any, *_: Any):
     optimizer.step()
     model.weight.data[...] = 0.5 * (model.weight.data + model.weight.data.mean(axis=0))
 
 
-def assigns(model: Any, *_: Any) -> None:
+def assigns(model: Any, *_: Any):
     model.weight.data[...] = model.weight.data - 0.1
     model.bias.grad = np.ones(2)
 
 
-def decides(model: Any, optimizer: Any, x: Any, _: Any) -> None:
+def decides(model: Any, optimizer: Any, x: Any, _: Any):
     if x.data.max() > 1:
         optimizer.step()
 
@@ -259,7 +259,7 @@ def test_the_arrays_of_tensors_record(step, replayed):
 class Centered(nn.Module):
     """A buffer that forward changes, as in docs/model.md."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int):
         self.mean = nn.Buffer((features,), 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class Annealed(nn.Module):
 
     replayable = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.layer = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def test_a_step_that_changes_its_arguments_is_refused(step, state):
 
 def test_a_step_that_always_changes_something_becomes_eager():
     """It is right at every call, and not recorded for ever."""
-    seen: list[int] = []
+    seen = []
 
     def step(x: Any) -> Any:
         seen.append(len(seen))
@@ -397,13 +397,13 @@ def test_a_step_that_always_changes_something_becomes_eager():
 # ---- strangers ----
 
 
-class ByItem(dict):  # type: ignore[type-arg]
+class ByItem(dict):
     """A dictionary with attributes."""
 
     __getattr__ = dict.__getitem__
 
 
-class ByGet(dict):  # type: ignore[type-arg]
+class ByGet(dict):
     """One that answers every name."""
 
     __getattr__ = dict.get
@@ -428,7 +428,7 @@ class Unready:
         """Raise."""
         raise RuntimeError("not loaded yet")
 
-    shape = dtype = __array_namespace__ = data  # type: ignore[assignment]
+    shape = dtype = __array_namespace__ = data
 
 
 class Elsewhere:
@@ -449,7 +449,7 @@ def test_strangers_are_asked_for_their_type(kind):
     class Net(nn.Module):
         replayable = True
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.config, self.layer = thing, nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ def test_strangers_are_asked_for_their_type(kind):
 class Drawing(nn.Module):
     """A layer that takes its factors from an iterator, and one that says that this is no matter."""
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Any):
         self.layer, self.items = nn.Linear(3, 2), items
 
     def forward(self, x: Tensor) -> Tensor:
@@ -497,7 +497,7 @@ class Whole(Function):
 
     is_call = True
 
-    def __init__(self, factor: float, table: Any = None) -> None:
+    def __init__(self, factor: float, table: Any = None):
         self.factor, self.table = factor, table
 
     def forward(self, x: Any) -> Any:

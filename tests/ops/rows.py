@@ -11,7 +11,7 @@ import nnmpi.ops.norm as norm
 from nnmpi import Tensor, ops
 from nnmpi.backend.array import namespace
 from nnmpi.ops.loss import REDUCTIONS
-from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, table
+from tests.tensor.draws import Case, Draw, anywhere, array, arrays, distinct, nonzero, table
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary
 
@@ -332,7 +332,7 @@ def embedding_case(draw: Draw) -> Case:
     )
 
 
-OPS: list[Row] = table(
+OPS = table(
     "ops",
     relu=unary(ops.relu, nonzero),
     leaky_relu={

@@ -33,7 +33,7 @@ def draw(
     or its own.
     """
     generator = np.random.default_rng([seed, group.rank if space == OWN else 99])
-    values: Array = generator.integers(-9, 10, shape).astype(np.float64)
+    values = generator.integers(-9, 10, shape).astype(np.float64)
     if space == PARTS:
         values = np.ascontiguousarray(
             placement.region(shape, placement.axis, group.size, group.rank).take(values)
@@ -49,7 +49,7 @@ def product(group: Group, space: str, a: Array, b: Array) -> float:
 
 def check_adjoint(
     group: Group, spaces: tuple[str, str], x: Array, y: Array, function: Callable[[Tensor], Tensor]
-) -> None:
+):
     """Fail on all ranks unless <F x, y> = <x, F* y> on each."""
     leaf = Tensor(x, requires_grad=True)
     result = function(leaf)
@@ -77,7 +77,7 @@ LAYOUTS = [
     ((2, 1, 3, 2), rows(1)),
 ]
 
-EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor]]] = {
+EXCHANGES = {
     "copy": (WHOLE, OWN, lambda x, group, placement: exchange.copy(x, group)),
     "sum_over_ranks": (
         OWN,
@@ -94,7 +94,7 @@ EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_adjoint(group: Group, name: str) -> None:
+def test_adjoint(group, name):
     """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
     source, target, function = EXCHANGES[name]
     for shape, placement in LAYOUTS:
@@ -125,7 +125,7 @@ def test_adjoint(group: Group, name: str) -> None:
         RowWindows(8, 1, 1, 1),
     ],
 )
-def test_halo(group: Group, frame: RowWindows) -> None:
+def test_halo(group, frame):
     """Whatever the windows are: rows come from where they are, and gradients go back there."""
     shape, placement = (2, frame.height, 2, 3), rows(frame.height)
     x = draw(group, PARTS, shape, placement, seed=4)
@@ -153,10 +153,7 @@ def of_ranks(rank: int, length: int) -> Array:
     return np.random.default_rng([7, rank]).normal(size=(2, length))
 
 
-PUBLIC: dict[
-    str,
-    tuple[Callable[[int, int], int], Callable[..., Tensor], Callable[[list[Array], int], Array]],
-] = {
+PUBLIC = {
     "all_reduce": (
         lambda rank, size: 5,
         lambda x, group: ops.all_reduce(x, group),
@@ -200,7 +197,7 @@ def cuts(n: int, size: int) -> list[int]:
 
 @pytest.mark.both_worlds(max_size=5)
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_operations_and_their_numerical_gradients(group: Group, name: str) -> None:
+def test_public_operations_and_their_numerical_gradients(group, name):
     """The loss is the sum of the ranks' losses, each of which weighs what came in its own way."""
     length_of, function, reference = PUBLIC[name]
     lengths = [length_of(rank, group.size) for rank in range(group.size)]
@@ -291,15 +288,13 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
         (lambda x, group: ops.all_gather(x, group, 0.0), ShapeError, "no axis 0.0"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_all_ranks(
-    group: Group, function: Callable[..., Tensor], error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_is_refused_on_all_ranks(group, function, error, words):
     text = told(error, lambda: function(np.ones(group.size), group))
     assert all(re.search(words, item) for item in group.gather(text)), text
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_a_compiled_step_agrees_each_time(group: Group) -> None:
+def test_a_compiled_step_agrees_each_time(group):
     """A rank of a new shape records while the others replay, and nobody waits. Lists of lengths are
     refused.
     """
@@ -321,7 +316,7 @@ def leaves(rank: int) -> list[Array]:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_ranks_run_collectives_backward_in_the_order_of_the_forward_pass(group: Group) -> None:
+def test_ranks_run_collectives_backward_in_the_order_of_the_forward_pass(group):
     """Whatever lies between them: rank 0 has a longer graph after the first one, and joins the two
     the other way round.
     """
@@ -348,9 +343,7 @@ USES = {
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("is_early", [False, True])
-def test_a_result_that_a_rank_does_not_use_gets_zeros(
-    group: Group, kind: str, use: str, is_early: bool
-) -> None:
+def test_a_result_that_a_rank_does_not_use_gets_zeros(group, kind, use, is_early):
     """And the others the gradient of the sum of all losses, also of a loss computed before the
     second collective; and results may be dropped.
     """
@@ -383,7 +376,7 @@ def test_a_result_that_a_rank_does_not_use_gets_zeros(
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_passes_that_leave_results_to_others(group: Group) -> None:
+def test_passes_that_leave_results_to_others(group):
     """Losses of one forward pass each, the newer one first; and both twice."""
     x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
     a = ops.all_reduce(x, group)
@@ -400,7 +393,7 @@ def test_passes_that_leave_results_to_others(group: Group) -> None:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_ranks_that_need_no_gradient_help_the_others(group: Group) -> None:
+def test_ranks_that_need_no_gradient_help_the_others(group):
     x = Tensor([1.0 + group.rank], requires_grad=group.rank == 0)
     y = ops.all_reduce(x, group)
     (y * y).backward()
@@ -411,7 +404,7 @@ def test_ranks_that_need_no_gradient_help_the_others(group: Group) -> None:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_a_compiled_step_may_use_other_results_on_each_rank(group: Group) -> None:
+def test_a_compiled_step_may_use_other_results_on_each_rank(group):
     x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
 
     @nnmpi.compile
@@ -432,7 +425,7 @@ def test_a_compiled_step_may_use_other_results_on_each_rank(group: Group) -> Non
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group: Group) -> None:
+def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group):
     """They meet at the same operations, by the numbers of today."""
     w = Tensor([2.0], requires_grad=True)
 
@@ -449,7 +442,7 @@ def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group: Group)
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_a_pass_through_many_groups_ends_with_them_in_one_order(group: Group) -> None:
+def test_a_pass_through_many_groups_ends_with_them_in_one_order(group):
     groups, x = [group.duplicate() for _ in range(8)], Tensor([1.0], requires_grad=True)
     total = Tensor([0.0])
     for each in groups:
@@ -461,7 +454,7 @@ def test_a_pass_through_many_groups_ends_with_them_in_one_order(group: Group) ->
 
 
 @pytest.mark.simulated
-def test_a_rank_that_forgets_its_backward_pass_is_told(group: Group) -> None:
+def test_a_rank_that_forgets_its_backward_pass_is_told(group):
     x = Tensor([1.0], requires_grad=True)
     loss = ops.all_reduce(x, group)
     if group.size > 1:
@@ -470,7 +463,7 @@ def test_a_rank_that_forgets_its_backward_pass_is_told(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
-def test_a_group_that_is_freed_leaves_no_turns(group: Group) -> None:
+def test_a_group_that_is_freed_leaves_no_turns(group):
     """A result that was never used would otherwise be met at, on a communicator that is gone."""
     other = group.duplicate()
     x = Tensor(np.ones(3), requires_grad=True)

@@ -3,7 +3,6 @@ silent conversion.
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ QKV, HEADS = values(2, 4, 12), values(2, 2, 4, 3)
 
 # name: (function, inputs in half precision, parameters in float32, whether the result is of half
 # precision)
-CASES: dict[str, tuple[Callable[..., Tensor], list[Any], list[Any], bool]] = {
+CASES = {
     "linear": (ops.linear, [ROWS], [W, B], True),
     "linear of half precision alone": (ops.linear, [ROWS, W, B], [], True),
     "gelu": (ops.gelu, [X], [], True),
@@ -75,7 +74,7 @@ def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
     return y, inputs
 
 
-def check_near(found: Any, wanted: Any, precision: str, what: str) -> None:
+def check_near(found: Any, wanted: Any, precision: str, what: str):
     """Fail if an array is more than a few roundings of its largest value away."""
     error = np.abs(found.astype(np.float64) - wanted).max() / np.abs(wanted).max()
     assert error <= 4 * ROUNDING[precision], (
@@ -85,7 +84,7 @@ def check_near(found: Any, wanted: Any, precision: str, what: str) -> None:
 
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_near_those_of_float64(case: str, precision: str) -> None:
+def test_values_and_gradients_are_near_those_of_float64(case, precision):
     """And of the promised dtypes: results of half precision, an input's gradient as the input,
     losses float32.
     """
@@ -99,7 +98,7 @@ def test_values_and_gradients_are_near_those_of_float64(case: str, precision: st
         check_near(x.grad, expected.grad, precision, f"gradient {number}")
 
 
-def test_a_sum_of_many_is_not_lost() -> None:
+def test_a_sum_of_many_is_not_lost():
     """300 ones in bfloat16 would stop at 256, and 70000 are beyond float16: sums are float32's."""
     with nnmpi.use_precision("bf16"):
         assert Tensor(np.ones(300, LOW["bf16"])).sum().item() == 300
@@ -109,14 +108,14 @@ def test_a_sum_of_many_is_not_lost() -> None:
     assert Tensor(np.ones(300, np.float16)).mean().dtype == np.float16
 
 
-def test_rms_norm_of_squares_beyond_float16() -> None:
+def test_rms_norm_of_squares_beyond_float16():
     layer = nnmpi.nn.RMSNorm(2).initialize()
     with nnmpi.use_precision("fp16"):
         y = layer(np.array([[300, -300]], np.float16))
     np.testing.assert_allclose(y.data, [[1, -1]])
 
 
-def test_gradients_of_several_uses_are_added_where_they_belong() -> None:
+def test_gradients_of_several_uses_are_added_where_they_belong():
     """A weight used twice, and then in a second pass, is summed in float32, in its flat storage."""
     model = nnmpi.nn.Sequential(nnmpi.nn.Linear(5, 5, bias=False)).initialize(seed=1)
     weight = model.parameters()[0]
@@ -156,7 +155,7 @@ SINGLES = Tensor(np.ones((2, 2), np.float32))
         lambda: ops.mse(LOWS, SINGLES),
     ],
 )
-def test_without_a_mode_dtypes_do_not_mix(call: Callable[[], Tensor]) -> None:
+def test_without_a_mode_dtypes_do_not_mix(call):
     """Nor do float16 and bfloat16 in either's mode."""
     with pytest.raises(DtypeError, match="float16"):
         call()
@@ -167,7 +166,7 @@ def test_without_a_mode_dtypes_do_not_mix(call: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.host_only("NumPy has no tf32")
-def test_tf32_needs_a_device() -> None:
+def test_tf32_needs_a_device():
     with nnmpi.use_precision("tf32"):
         for call in (
             lambda: ops.linear(SINGLES, SINGLES),
@@ -183,7 +182,7 @@ def test_tf32_needs_a_device() -> None:
 WIDE = Tensor(np.ones((1, 2, 3), np.float32))
 
 
-def test_a_compiled_step_is_recorded_for_each_mode() -> None:
+def test_a_compiled_step_is_recorded_for_each_mode():
     """Its replay gives the bits of the step itself."""
     w = Tensor(W.astype(FLOAT32), requires_grad=True)
 
@@ -201,7 +200,7 @@ def test_a_compiled_step_is_recorded_for_each_mode() -> None:
 
 
 @pytest.mark.host_only("a device reads the weight in half precision, too")
-def test_a_partial_sum_is_not_rounded() -> None:
+def test_a_partial_sum_is_not_rounded():
     """Ranks add up such products, which half precision would round before."""
     x, w = Tensor(np.full((1, 3), 1.0009766, "float16")), Tensor(np.full((3, 2), 1.5, "float32"))
     with nnmpi.use_precision("fp16"):

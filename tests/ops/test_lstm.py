@@ -30,7 +30,7 @@ def run(
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_packed_and_one_by_one_are_the_same(bidirectional: bool) -> None:
+def test_packed_and_one_by_one_are_the_same(bidirectional):
     """Results and gradients; NaN as padding is never read."""
     model, padded = layer(bidirectional=bidirectional), X.copy()
     for row, length in enumerate(LENGTHS):
@@ -47,14 +47,14 @@ def test_packed_and_one_by_one_are_the_same(bidirectional: bool) -> None:
         np.testing.assert_allclose(grad, total, rtol=0, atol=1e-12)
 
 
-def test_padding_behind_the_end_changes_nothing_forwards() -> None:
+def test_padding_behind_the_end_changes_nothing_forwards():
     """Without lengths: what comes later is not seen."""
     model = layer()
     assert np.array_equal(run(model, X, None)[0][:, :4], run(model, X[:, :4], None)[0])
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_compiled(padded: bool) -> None:
+def test_compiled(padded):
     """A recorded step replays with other values and other lengths."""
     model = layer(bidirectional=True)
 
@@ -81,7 +81,7 @@ def test_compiled(padded: bool) -> None:
 
 
 @pytest.mark.parametrize("shorter", [True, False])
-def test_compiled_with_constant_lengths(shorter: bool) -> None:
+def test_compiled_with_constant_lengths(shorter):
     """On a device they are copied from the host, so no graph contains the operation."""
     one, lengths = layer().layers[0], here(LENGTHS) if shorter else None
 

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from math import prod
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +23,9 @@ class Ranks:
 
     def __init__(self, run, parts, sums):
         self.stored = [[] for _ in parts]
-        self.results: list[Any] = []
+        self.results = []
         for _ in range(sums + 1):
-            now: list[list[Any]] = [[] for _ in parts]
+            now = [[] for _ in parts]
             self.results = [
                 run(part, self.all_reduce(now[rank])) for rank, part in enumerate(parts)
             ]

@@ -2,8 +2,6 @@
 off by 5e-4.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -38,7 +36,7 @@ def exact(count: int, power: int = 1) -> float:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_bias_gradient_over_many_rows(name: str) -> None:
+def test_a_bias_gradient_over_many_rows(name):
     make, shape = LAYERS[name]
     layer = make()
     layer.initialize(seed=1)
@@ -58,11 +56,11 @@ def test_a_bias_gradient_over_many_rows(name: str) -> None:
     ],
     ids=["sum of rows", "mean of rows", "sum", "mse"],
 )
-def test_a_result_over_many_rows(reduce: Callable[[Tensor], Tensor], expected: float) -> None:
+def test_a_result_over_many_rows(reduce, expected):
     np.testing.assert_allclose(reduce(tenths(COUNT, 3)).data, expected, rtol=CLOSE)
 
 
-def test_the_gradient_of_what_was_broadcast() -> None:
+def test_the_gradient_of_what_was_broadcast():
     x, shift = tenths(COUNT, 3), tenths(3)
     y = x + shift
     y.backward(x.data)
@@ -71,7 +69,7 @@ def test_the_gradient_of_what_was_broadcast() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, ROWS, ROWS + 1, 3 * ROWS, 3 * ROWS + 7])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_blocks_of_rows(count: int, dtype: str) -> None:
+def test_blocks_of_rows(count, dtype):
     a = np.random.default_rng(count).normal(size=(count, 5)).astype(dtype)
     close = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 1e-12}
     np.testing.assert_allclose(row_sum(a), a.sum(0, dtype="float64"), **close)

@@ -15,7 +15,7 @@ TOKENS = np.random.default_rng(1).integers(0, ENTRIES, (BATCH, TIME))
 STATE = np.random.default_rng(2).standard_normal((2, BATCH, 3))
 LENGTHS = np.array([3, 5, 1, 5, 4, 2])
 
-CALLS: dict[str, Any] = {
+CALLS = {
     "lstm": lambda x, p, s: ops.lstm(x, *p, s),
     "lstm in reverse, with ends": lambda x, p, s: ops.lstm(x, *p, s, reverse=True, ends=True),
     "lstm of lengths": lambda x, p, s: ops.lstm(x, *p, s, LENGTHS, ends=True),
@@ -25,20 +25,20 @@ CALLS: dict[str, Any] = {
 
 def parameters(name: str) -> list[Tensor]:
     """Return a layer's parameters, and the table, whose second gradient of two is added."""
-    kind: Any = nn.GRU if name == "gru" else nn.LSTM
+    kind = nn.GRU if name == "gru" else nn.LSTM
     layer = kind(FEATURES, 3).initialize(3, "float64")
     table = nn.Embedding(ENTRIES, FEATURES).initialize(4, "float64")
     return [*layer.parameters(), *table.parameters()]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_results_and_gradients(name: str) -> None:
+def test_results_and_gradients(name):
     results = []
     for picked in (False, True):
         *weights, table = parameters(name)
         state = [Tensor(here(item.copy()), requires_grad=True) for item in STATE]
         for _ in range(2):
-            x: Any = TokenRows.of(table, here(TOKENS))
+            x = TokenRows.of(table, here(TOKENS))
             y = CALLS[name](ops.embedding(table, here(TOKENS)) if picked else x, weights, state)
             (y * y * y).sum().backward()
         grads = [item.grad for item in (*weights, table, *state) if item.grad is not None]
@@ -62,9 +62,7 @@ def test_results_and_gradients(name: str) -> None:
         ([nn.Embedding(8, 7), nn.LSTM(7, 3)], np.tile(TOKENS, 2), False),
     ],
 )
-def test_shapes_decide(
-    layers: list[nn.Module], tokens: Any, are_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_decide(layers, tokens, are_fused, monkeypatch):
     """And bfloat16 does: it rounds each row."""
     model, picked = nn.Sequential(*layers).initialize(seed=0), list[Any]()
     kind, forward = type(layers[-1]), type(layers[-1]).forward
@@ -78,7 +76,7 @@ def test_shapes_decide(
         assert not isinstance(picked.pop(), TokenRows)
 
 
-def test_only_small_tables_tie_layers_together() -> None:
+def test_only_small_tables_tie_layers_together():
     last = nn.LSTM(7, 3)
     small, large, dense = nn.Embedding(7, 7), nn.Embedding(8, 7), nn.Linear(7, 7)
     for layers, count in (

@@ -16,7 +16,7 @@ X = np.ones((2, 4), np.float32)
 class Sometimes(nn.Module):
     """Two linear layers; the second one is not always used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
@@ -35,7 +35,7 @@ def trained_once() -> tuple[Sometimes, Any]:
 
 
 @pytest.mark.parametrize("moves", [{"first.weight", "first.bias"}, set()])
-def test_a_parameter_without_a_gradient_stays(moves: set[str]) -> None:
+def test_a_parameter_without_a_gradient_stays(moves):
     """The gradient that it had in the step before counts no more, also without a backward pass."""
     model, optimizer = trained_once()
     before = model.state()
@@ -47,7 +47,7 @@ def test_a_parameter_without_a_gradient_stays(moves: set[str]) -> None:
     }
 
 
-def test_gradients_set_by_hand_count() -> None:
+def test_gradients_set_by_hand_count():
     """As those of a loop that clips or adds noise to each."""
     model, optimizer = trained_once()
     before = model.state()
@@ -62,7 +62,7 @@ def test_gradients_set_by_hand_count() -> None:
 @pytest.mark.parametrize(
     "make", [lambda s: optim.AdamW(s, lr=0.1), lambda s: optim.SGD(s, lr=0.1, momentum=0.9)]
 )
-def test_a_frozen_parameter_stays(make: Any) -> None:
+def test_a_frozen_parameter_stays(make):
     """Neither weight decay nor the momentum of earlier steps moves it, nor its state; thawed, it
     moves again.
     """
@@ -135,7 +135,7 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
     ],
     ids=["fused", "buckets", "zero1", "zero3"],
 )
-def test_a_frozen_parameter_stays_on_all_ranks(layout: Layout, fused: bool | None) -> None:
+def test_a_frozen_parameter_stays_on_all_ranks(layout, fused):
     right = simulate(lambda group: train_thawing(group, Layout(), GradientExchange()), 1)[0]
     result = simulate(
         lambda group: train_thawing(group, layout, GradientExchange(fused_update=fused)), 2

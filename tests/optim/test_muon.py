@@ -1,6 +1,5 @@
 """Muon: PyTorch's numbers, and on any ranks the serial update's bits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from nnmpi import (
     GradientExchange,
     Group,
     Layout,
-    NnmpiError,
     ShardedDataParallel,
     Sync,
     Worker,
@@ -69,7 +67,7 @@ def trained(group: Group, stage: int) -> dict[str, Any]:
 
 @pytest.mark.both_worlds(max_size=9)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -> None:
+def test_every_rank_has_the_serial_update_to_the_bit(group, stage):
     serial, shared = trained(group.split(group.rank), 0), trained(group, stage)
     wrong = [name for name in serial if not np.array_equal(serial[name], shared[name])]
     assert group.gather(wrong) == [[]] * group.size
@@ -77,7 +75,7 @@ def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -
 
 @pytest.mark.both_worlds(max_size=3)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_after_a_release_a_rank_deals_only_what_is_sharded(group: Group, stage: int) -> None:
+def test_after_a_release_a_rank_deals_only_what_is_sharded(group, stage):
     model = whole().initialize(seed=3)
     parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     dealt = model.storage.replicas
@@ -87,7 +85,7 @@ def test_after_a_release_a_rank_deals_only_what_is_sharded(group: Group, stage: 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
-def test_work_is_dealt_out_evenly(size: int) -> None:
+def test_work_is_dealt_out_evenly(size):
     shapes = [span.parameter.declared for span, *_ in Muon(whole().initialize().storage)._matrices]
     works, loads = [min(s) ** 2 * (2 * max(s) + min(s)) for s in shapes], [0] * size
     for work, rank in zip(works, deal(shapes, size), strict=True):
@@ -97,7 +95,7 @@ def test_work_is_dealt_out_evenly(size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SIZES)
-def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
+def test_singular_values_come_near_to_one(shape):
     result = orthogonalize(np.random.default_rng(0).normal(size=shape))
     values = np.linalg.svd(result, compute_uv=False)
     assert result.shape == shape
@@ -109,7 +107,7 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "factors"), [("match_rms_adamw", (0.8, 0.8)), ("original", (2.0, 1.0))]
 )
-def test_an_update_has_the_size_that_is_asked_for(name: str, factors: tuple[float, ...]) -> None:
+def test_an_update_has_the_size_that_is_asked_for(name, factors):
     """Of a matrix with four times as many outputs as inputs, and of one with a quarter."""
     for shape, factor in zip(((4, 16), (16, 4)), factors, strict=True):
         layer = Linear(*shape, bias=False).initialize(seed=0)
@@ -124,7 +122,7 @@ def test_an_update_has_the_size_that_is_asked_for(name: str, factors: tuple[floa
 
 @pytest.mark.host_only("PyTorch on the host, which reads NumPy's arrays")
 @pytest.mark.parametrize("factor", ["match_rms_adamw", "original"])
-def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch, factor: str) -> None:
+def test_pytorch_has_the_same_numbers(monkeypatch, factor):
     """But for its bfloat16: there, too, all is in float32 here."""
     torch = pytest.importorskip("torch")
     if not hasattr(torch.optim, "Muon"):
@@ -154,23 +152,23 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch, factor: s
 
 @pytest.mark.host_only("a server, which a device refuses in its own words")
 @pytest.mark.simulated(min_size=2, max_size=3)
-def test_parts_of_matrices_are_refused(group: Group) -> None:
-    def sharded_layers() -> None:
+def test_parts_of_matrices_are_refused(group):
+    def sharded_layers():
         where = arrange(mlp([4], 3, [8]), group, Layout(tp=group.size))
         Muon(where.model.initialize(seed=0).storage)
 
-    def fused() -> None:
+    def fused():
         model = mlp([4], 3, [8]).initialize(seed=0)
         worker = Worker(
             model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True)
         )
         raise LayoutError(worker.notice)
 
-    def served() -> None:
+    def served():
         model = mlp([4], 3, [8]).initialize(seed=0)
         AsynchronousWorker(model, Muon(model.storage), group, Sync("asp"))
 
-    rows: list[tuple[type[NnmpiError], str, Callable[[], None]]] = [
+    rows = [
         (
             LayoutError,
             "whole matrices, but this rank has only part of 1.weight; leave tp at 1",
@@ -192,12 +190,12 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
         assert all(words in item for item in group.gather(told(kind, call)))
 
 
-def test_experts_and_their_biases_are_no_matrices() -> None:
+def test_experts_and_their_biases_are_no_matrices():
     names = [span.parameter.name for span, *_ in Muon(mixed().initialize().storage)._matrices]
     assert names == ["2.attention.qkv.weight", "2.attention.proj.weight", "2.mlp.gate.weight"]
 
 
-def test_matrices_of_a_group_have_its_rate() -> None:
+def test_matrices_of_a_group_have_its_rate():
     """A matrix moves half as far at half of the rate, and no matrix moves twice."""
     moved = []
     for lr in ({"body": 0.01, "head": 0.01}, {"body": 0.01, "head": 0.005}):

@@ -209,9 +209,7 @@ def test_parts_of_the_buffers_are_updated_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_processes_that_train_apart_are_warned(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_train_apart_are_warned(shared, monkeypatch):
     """Two ranks that only call loss.backward() and step(): their weights drift apart, and nothing
     else says so.
     """

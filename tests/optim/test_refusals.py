@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import NnmpiError, nn
+from nnmpi import nn
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.optim import (
     Arrays,
@@ -38,7 +38,7 @@ def read_only() -> Any:
     return array
 
 
-ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
+ROWS = [
     *(
         (made(name, lr), UsageError, "lr is ")
         for name in ("sgd", "adam", "adamw")
@@ -79,21 +79,21 @@ ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), ROWS)
-def test_refused(call: Callable[[], object], error: type[NnmpiError], words: str) -> None:
+def test_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
 
 
-def test_a_bad_rate_set_later_changes_nothing() -> None:
-    optimizer: Any = made("sgd")()
+def test_a_bad_rate_set_later_changes_nothing():
+    optimizer = made("sgd")()
     optimizer.lr = -0.1
     with pytest.raises(UsageError, match="lr is -0.1"):
         optimizer.step()
     assert optimizer.steps == 0
 
 
-def test_options_arrive_by_name() -> None:
-    sgd: Any = made("sgd", momentum=0.75, nesterov=True, weight_decay=0.25)()
-    adam: Any = made("adamw", betas=(0.5, 0.75), eps=0.25)()
+def test_options_arrive_by_name():
+    sgd = made("sgd", momentum=0.75, nesterov=True, weight_decay=0.25)()
+    adam = made("adamw", betas=(0.5, 0.75), eps=0.25)()
     assert (sgd.lr, sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.1, 0.75, True, (0.25,))
     assert (adam.betas, adam.eps, adam.weight_decay) == ((0.5, 0.75), 0.25, (0.01,))

@@ -43,7 +43,7 @@ def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
 def worker_for(group: Group, **options: object) -> Worker:
     """Return a worker on a small network."""
     model = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
-    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **grouped(**options))  # type: ignore[arg-type]
+    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **grouped(**options))
 
 
 def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
@@ -52,7 +52,7 @@ def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
 
 
 @pytest.mark.simulated
-def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
+def test_ranks_get_the_weights_of_rank_0(group):
     """Models that were initialized differently become equal."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=group.rank)
     buffer = dict(model.named_buffers())["1.running_mean"]
@@ -65,7 +65,7 @@ def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize("axis", ["dp", "tp"])
-def test_weights_that_went_apart_are_named(group: Group, axis: str) -> None:
+def test_weights_that_went_apart_are_named(group, axis):
     """By every rank, after the step in which one differs."""
     model = models.mlp((5,), 3, hidden=(7,))
     where = arrange(model, group, Layout(**{axis: group.size}), np.zeros((1, 5), np.float32))
@@ -85,7 +85,7 @@ def test_weights_that_went_apart_are_named(group: Group, axis: str) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float) -> None:
+def test_input_that_is_not_finite_is_named_on_all_ranks(group, bad):
     """The rank, the step and the place; the weights stay as they were."""
     worker = worker_for(group)
     worker.step(batch_of(group))
@@ -102,7 +102,7 @@ def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float
 
 
 @pytest.mark.simulated
-def test_gradient_that_overflows_is_named(group: Group) -> None:
+def test_gradient_that_overflows_is_named(group):
     """A finite loss whose gradient is not: found by a backward pass on each rank."""
 
     def steep(logits: Tensor, labels: object) -> Tensor:
@@ -118,11 +118,11 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
+def test_parameter_that_no_rank_uses_does_not_block(group):
     """Its gradient is zero; the buckets before and after it are summed as ever."""
 
     class Partly(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.first, self.unused, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -145,11 +145,11 @@ def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
+def test_parameter_that_one_rank_alone_uses(group):
     """The others report no gradient for it; the sum is that rank's."""
 
     class Sometimes(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_release_gives_the_model_back(group: Group) -> None:
+def test_release_gives_the_model_back(group):
     """After it a backward pass is local again."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm(3)).initialize(seed=0)
     DataParallel(model, group).release()
@@ -178,7 +178,7 @@ def test_release_gives_the_model_back(group: Group) -> None:
     assert all(p.hook is None for p in model.parameters())
 
 
-def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
+def test_a_batch_norm_in_two_places_is_refused(group):
     """Only one of its two statistics would be taken in."""
     norm = nn.BatchNorm(2)
     model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm).initialize()
@@ -192,7 +192,7 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
 class Towers(nn.Module):
     """Two towers, of which a rank uses the one that its rows choose; the first works row by row."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.a, self.b, self.o = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
         self.norms = [nn.BatchNorm(4), nn.BatchNorm(4)]
 
@@ -210,7 +210,7 @@ class Towers(nn.Module):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["worker", "loop", "overlap"])
-def test_batch_normalization_of_which_a_rank_uses_no_result(ranks: int, kind: str) -> None:
+def test_batch_normalization_of_which_a_rank_uses_no_result(ranks, kind):
     """Its share of the others' gradient is zeros, also in a step that is replayed."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(7, 6)), rng.integers(0, 3, 7)

@@ -1,8 +1,5 @@
 """One worker alone finds where its first value that is not finite comes from."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -28,7 +25,7 @@ def place_of(model: Module, x: Array) -> str | None:
 @pytest.mark.parametrize(
     "place", ["", "the input", "the weights '3.bias'", "the output of layer '3' (Linear)"]
 )
-def test_the_place_is_found(place: str) -> None:
+def test_the_place_is_found(place):
     model = models.mlp((4,), 3, hidden=(5,)).initialize(0)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     if place == "the input":
@@ -40,11 +37,11 @@ def test_the_place_is_found(place: str) -> None:
     assert place_of(model, np.abs(x)) == (place or None)
 
 
-def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
+def test_a_gradient_alone_that_is_not_finite_is_found():
     """Going forward, the root of 0 is 0."""
 
     class Steep(Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
 
 
 @pytest.mark.simulated(max_size=2)
-def test_the_search_moves_no_running_statistics(group: Group) -> None:
+def test_the_search_moves_no_running_statistics(group):
     """A step that fails moves them once, under every layout."""
     model = nn.Sequential(nn.BatchNorm(2), nn.Linear(2, 2)).initialize(0)
     model.get("1").weight.data[...] = np.finfo(np.float32).max
@@ -70,7 +67,7 @@ def test_the_search_moves_no_running_statistics(group: Group) -> None:
     np.testing.assert_allclose(model.get("0").running_mean.data, 0.1 * x.mean(0), rtol=1e-6)
 
 
-def test_the_sentence_names_worker_place_and_step() -> None:
+def test_the_sentence_names_worker_place_and_step():
     text = nonfinite_message(7, float("nan"), "the input", "worker 3")
     assert text.startswith(
         "step 7: the loss is nan; values that are not finite were first found in the input on"
@@ -91,9 +88,7 @@ def test_the_sentence_names_worker_place_and_step() -> None:
         {"activation_memory": "least", "zero": 3},
     ],
 )
-def test_a_planned_pass_that_diverges_is_explained(
-    options: dict[str, Any], ranks: int, tmp_path: Path
-) -> None:
+def test_a_planned_pass_that_diverges_is_explained(options, ranks, tmp_path):
     """Its layers' first buffers belong to the plan; the next good batch trains as before."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(10, 6)), draw.integers(0, 3, 10)

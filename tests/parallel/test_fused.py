@@ -3,7 +3,6 @@ groups and nodes.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the 
 
 LENGTHS = (40_003, 5, 0, 300)
 GROUPS = ("weights", "biases", "weights", "biases")
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+OPTIMIZERS = [
     ("sgd", {"lr": 0.1}),
     ("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": {"weights": 0.1}}),
@@ -43,7 +42,7 @@ class Setting:
 
     def __init__(
         self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str
-    ) -> None:
+    ):
         self.group, self.memory = group, memory
         values = {
             str(i): np.random.default_rng(n).normal(size=n).astype(dtype)
@@ -64,7 +63,7 @@ class Setting:
         self.fused = FusedUpdate(self.shared, self.fused_optimizer, group, memory, block_bytes=4096)
         self._sums = [SharedSum(grad, memory, tag=1) for grad in self.plain.grads]
 
-    def draw(self, turn: int) -> None:
+    def draw(self, turn: int):
         """Give both sets the same gradients, each rank its own."""
         draws = np.random.default_rng([turn, self.group.rank])
         for grad, other in zip(self.plain.grads, self.shared.grads, strict=True):
@@ -72,12 +71,12 @@ class Setting:
         for span in (*self.plain.spans, *self.shared.spans):
             span.parameter.grad = span.parameter.buffer
 
-    def sum_gradients(self) -> None:
+    def sum_gradients(self):
         """Sum the ordinary set's gradients over the ranks."""
         for item in self._sums:
             item.run()
 
-    def update_both(self, turn: int) -> None:
+    def update_both(self, turn: int):
         """Draw gradients, and update both sets from them."""
         self.draw(turn)
         self.sum_gradients()
@@ -87,7 +86,7 @@ class Setting:
 
     def equal(self, close: bool = False) -> bool:
         """Whether parameters and state agree, by all bits or nearly."""
-        compare: Callable[..., bool] = np.allclose if close else np.array_equal
+        compare = np.allclose if close else np.array_equal
         pairs = [*zip(self.plain.data, self.shared.data, strict=True)]
         for theirs, ours in zip(
             self.optimizer.slots().values(), self.fused_optimizer.slots().values(), strict=True
@@ -101,9 +100,7 @@ class Setting:
 @pytest.mark.simulated
 @EVERY
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
-    group: Group, name: str, options: dict[str, Any], dtype: str
-) -> None:
+def test_parameters_and_state_have_the_bits_of_an_ordinary_update(group, name, options, dtype):
     memory = SharedMemory(group)
     setting, right = Setting(group, memory, name, options, dtype), []
     for turn in range(STEPS):
@@ -114,7 +111,7 @@ def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
 
 
 @pytest.mark.both_worlds
-def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group) -> None:
+def test_the_length_is_that_of_the_sum_and_clipping_the_same(group):
     memory = SharedMemory(group)
     setting, right = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
     for turn in range(STEPS):
@@ -132,14 +129,12 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group) -> No
 
 
 @pytest.mark.mpi
-def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(group, monkeypatch):
     model = Sequential(Linear(7, 3)).initialize(seed=0)
     optimizer = updates.build("adam", model.storage, lr=0.1)
     real = Optimizer.move
 
-    def slow(self: Optimizer, *args: Any) -> None:
+    def slow(self: Optimizer, *args: Any):
         if group.rank == group.size - 1:
             time.sleep(0.2)
         real(self, *args)
@@ -155,7 +150,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
 
 
 @pytest.mark.simulated
-def test_numbers_are_added_up_on_the_way(group: Group) -> None:
+def test_numbers_are_added_up_on_the_way(group):
     """The sums are those of the same step on every rank, and the length is not disturbed."""
     memory = SharedMemory(group)
     setting, result = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
@@ -179,7 +174,7 @@ def test_numbers_are_added_up_on_the_way(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2)
-def test_several_nodes_are_refused(group: Group) -> None:
+def test_several_nodes_are_refused(group):
     memory = shared_memory(group, nodes=list(range(group.size)))
     with pytest.raises(UsageError, match="for the ranks of one node"):
         Setting(group, memory, "sgd", {"lr": 0.1}, "float64")

@@ -45,7 +45,7 @@ HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory
 class Setting:
     """A model on all ranks, its loss on this rank's rows, and the serial gradient."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group):
         generator = np.random.default_rng(0)
         x, y = generator.standard_normal((ROWS, 5)), generator.integers(0, 3, ROWS)
         mine = part(ROWS, group.size, group.rank)
@@ -53,7 +53,7 @@ class Setting:
         self.x, self.y = x[mine.start : mine.stop], y[mine.start : mine.stop]
         serial = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
         ops.cross_entropy(serial(x), y).backward()
-        self.gradient: Array = serial.storage.grads[0]
+        self.gradient = serial.storage.grads[0]
         self.model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
 
     def batch(self) -> Batch:
@@ -65,7 +65,7 @@ class Setting:
         """Return a worker of the model."""
         return Worker(self.model, sgd(self.model), self.group, **options)
 
-    def backward(self, parallel: DataParallel, **options: Any) -> None:
+    def backward(self, parallel: DataParallel, **options: Any):
         """Do a backward pass of this rank's losses."""
         parallel.backward(self.loss(), ROWS, **options)
 
@@ -73,14 +73,14 @@ class Setting:
         """Return the sum of this rank's losses."""
         return ops.cross_entropy(self.model(self.x), self.y, reduction="sum")
 
-    def assert_gradient(self, times: float = 1) -> None:
+    def assert_gradient(self, times: float = 1):
         """Fail on all ranks unless all have the serial gradient, that many times."""
         error = float(np.abs(self.model.storage.grads[0] - times * self.gradient).max())
         assert max(self.group.gather(error)) < 1e-12
 
     def assert_refused(
         self, action: Callable[[], object], text: str, kind: type[Exception] = UsageError
-    ) -> None:
+    ):
         """Fail on all ranks unless the action raises this on all."""
         try:
             action()
@@ -95,7 +95,7 @@ class Setting:
 
 
 @pytest.mark.simulated
-def test_forgotten_zero_grad(group: Group) -> None:
+def test_forgotten_zero_grad(group):
     """What is summed already would be summed again."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
@@ -109,7 +109,7 @@ def test_forgotten_zero_grad(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
+def test_backward_of_the_loss_itself(group, overlap):
     """Some buckets would be summed, some not, or none; and the next right call works."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
@@ -126,7 +126,7 @@ def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_two_on_one_model(group: Group) -> None:
+def test_two_on_one_model(group):
     """Both would sum the same gradients; after a release there is one again."""
     setting = Setting(group)
     first = DataParallel(setting.model, group)
@@ -153,7 +153,7 @@ class Broken(Function):
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
+def test_pass_after_one_that_broke_off(group, overlap):
     """Where sums are on their way, nobody waits for them; where they come at the end, nothing has
     been sent.
 
@@ -180,7 +180,7 @@ def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("allreduce", ["native", "shared"])
-def test_pass_after_the_release(group: Group, allreduce: str) -> None:
+def test_pass_after_the_release(group, allreduce):
     """Each rank would go on with gradients of its own, or write to memory that is gone."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, allreduce)
@@ -192,7 +192,7 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
-def test_step_after_the_release(group: Group, fused: bool) -> None:
+def test_step_after_the_release(group, fused):
     setting = Setting(group)
     before = setting.model.state()
     worker = setting.worker(exchange=GradientExchange(fused_update=fused))
@@ -226,7 +226,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     "strategy", ["auto", "shared", "asp", "local", "Worker", pytest.param("fused", marks=HOST)]
 )
-def test_different_models(group: Group, other: str, strategy: str) -> None:
+def test_different_models(group, other, strategy):
     """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has
     another's weights.
     """
@@ -250,7 +250,7 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
 
 
 @pytest.mark.simulated
-def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
+def test_module_that_was_put_in_after_the_initialization(group):
     """It has values of its own, which nobody would keep equal or update."""
     setting = Setting(group)
     setting.model.replace("3", nn.Linear(7, 3).initialize(dtype="float64"))
@@ -259,7 +259,7 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("strategy", ["auto", "Worker", pytest.param("fused", marks=HOST)])
-def test_a_parameter_frozen_on_one_rank(group: Group, strategy: str) -> None:
+def test_a_parameter_frozen_on_one_rank(group, strategy):
     """That rank would keep its weights, and the others theirs."""
     model = nn.Linear(3, 2).initialize(dtype="float64")
     dict(model.named_parameters())["bias"].requires_grad = group.rank > 0
@@ -284,7 +284,7 @@ def sgd(model: Any, **options: Any) -> Any:
 
 
 # By words of the refusal: (model, rank) -> what this rank gives a trainer.
-DIFFERENT: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+DIFFERENT = {
     "Adam": lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)},
     "lr 1.1": lambda m, r: {"optimizer": sgd(m, lr=0.1 + r)},
     "momentum 0.5": lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)},
@@ -301,7 +301,7 @@ DIFFERENT: dict[str, Callable[[Any, int], dict[str, Any]]] = {
 @pytest.mark.simulated(max_size=2, min_size=2)
 @pytest.mark.parametrize("words", DIFFERENT)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_that_would_train_differently(group: Group, words: str, asynchronous: bool) -> None:
+def test_ranks_that_would_train_differently(group, words, asynchronous):
     """Replicas would go apart, or wait for one another; the sum of two losses' gradients is that of
     neither.
     """
@@ -313,7 +313,7 @@ def test_ranks_that_would_train_differently(group: Group, words: str, asynchrono
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
-def test_ranks_whose_steps_differ(group: Group) -> None:
+def test_ranks_whose_steps_differ(group):
     setting = Setting(group)
     worker, batch = setting.worker(), replace(setting.batch(), first=group.rank)
     setting.assert_refused(
@@ -323,7 +323,7 @@ def test_ranks_whose_steps_differ(group: Group) -> None:
 
 
 @pytest.mark.simulated(max_size=4, min_size=4)
-def test_parameters_that_replicas_freeze_later(group: Group) -> None:
+def test_parameters_that_replicas_freeze_later(group):
     """As many of a stage, but not the same."""
     setting = Setting(group)
     model = models.mlp((5,), 3, hidden=(7,))
@@ -338,20 +338,20 @@ def test_parameters_that_replicas_freeze_later(group: Group) -> None:
 
 
 @pytest.mark.parametrize("option", ["exchange", "numerics"])
-def test_options_of_another_type(group: Group, option: str) -> None:
+def test_options_of_another_type(group, option):
     with pytest.raises(UsageError, match=rf"str is no .* call Worker\(\.\.\., {option}="):
         Setting(group).worker(**{option: "bf16"})
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
-def test_ranks_whose_layouts_differ(group: Group) -> None:
+def test_ranks_whose_layouts_differ(group):
     layout = Layout(pp=2, split=(1 + group.rank, 2 - group.rank))
     with pytest.raises(UsageError, match=r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)"):
         arrange(models.mlp((5,), 3), group, layout)
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
-def test_shards_of_other_weights(group: Group) -> None:
+def test_shards_of_other_weights(group):
     """A Worker compares seeds, as in stage 3 no rank has all weights. Others are rank 0's."""
     where = arrange(models.mlp((5,), 3), group, Layout(zero=1))
     model = where.model.initialize(seed=group.rank, storage=where.storage)
@@ -364,7 +364,7 @@ def test_shards_of_other_weights(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], object]) -> None:
+def test_a_copy_of_a_model_at_work(group, duplicate):
     """Its parameters know the ranks, which cannot be copied."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
@@ -382,14 +382,14 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
 
 
 @pytest.mark.simulated
-def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
+def test_what_is_no_batch_and_no_optimizer(group):
     """Samples need labels."""
     setting = Setting(group)
     optimizer = sgd(setting.model)
-    wrong: Any = Worker
+    wrong = Worker
     known = {"Module": setting.model, "Optimizer": optimizer, "Group": group}
     known |= {"Sync": Sync("asp"), "Layout": Layout()}
-    calls: tuple[tuple[Any, str], ...] = (
+    calls = (
         (Worker, "Module Optimizer Group"),
         (AsynchronousWorker, "Module Optimizer Group Sync"),
         (arrange, "Module Group Layout"),
@@ -408,7 +408,7 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
+def test_worker_with_an_optimizer_of_another_storage(group):
     """It would update what the model does not use."""
     setting = Setting(group)
     optimizer = sgd(setting.model)
@@ -424,7 +424,7 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss()],
 )
 @pytest.mark.parametrize("role", ["loss", "evaluation_loss"])
-def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:
+def test_worker_with_a_mean_for_a_loss(group, role, loss):
     """It would be divided by the number of samples a second time."""
     setting = Setting(group)
     setting.assert_refused(lambda: setting.worker(**{role: loss}), 'reduction="none"')
@@ -433,7 +433,7 @@ def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) ->
 ONE_HOT = np.eye(10)
 
 # Means that nothing in their form tells from sums.
-MEANS: dict[str, Any] = {
+MEANS = {
     "of a function": lambda z, y: ops.cross_entropy(z, y),
     "of a method": lambda z, y: ((z - ONE_HOT[y]) ** 2).mean(),
     "negative": lambda z, y: -(ops.log_softmax(z) * ONE_HOT[y]).sum(1).mean(),
@@ -443,7 +443,7 @@ MEANS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("dp, pp", [(1, 1), (3, 1), (1, 2)])
-def test_one_number_is_no_loss(dp: int, pp: int, name: str) -> None:
+def test_one_number_is_no_loss(dp, pp, name):
     """It may be a mean over this rank's rows, which would be divided a second time."""
     with pytest.raises(
         UsageError, match="returned one number for labels of shape .* one value for each label"
@@ -452,7 +452,7 @@ def test_one_number_is_no_loss(dp: int, pp: int, name: str) -> None:
 
 
 @pytest.mark.simulated
-def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
+def test_a_loss_for_each_label_is_added_up(group):
     """Whatever the ranks' rows; a declared sum is the same, and so is nnmpi's own."""
     local = _losses(group, None)
     for loss in (
@@ -469,7 +469,7 @@ def _losses(group: Group, loss: Any, layout: Layout | None = None) -> list[float
     return run(Setup(worker={"loss": loss}), group, layout).losses
 
 
-SUMS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
+SUMS_OF_LOSSES = {
     "classes": lambda out, y: ops.cross_entropy(out, y, reduction="sum"),
     "ignored": lambda out, y: ops.cross_entropy(out, y, "sum", ignore_index=0),
     "quantities": lambda out, y: ops.mse(out, np.eye(3)[y], reduction="sum"),
@@ -478,7 +478,7 @@ SUMS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
     "below a factor": lambda out, y: 0.5 * ops.cross_entropy(out, y, reduction="sum"),
     "from a mean": lambda out, y: ops.cross_entropy(out, y) * float(len(y)),
 }
-MEANS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
+MEANS_OF_LOSSES = {
     "classes": ops.cross_entropy,
     "quantities": lambda out, y: ops.mse(out, np.eye(3)[y]),
     "own": lambda out, y: ((out - np.eye(3)[y]) ** 2).mean(),
@@ -494,16 +494,14 @@ def divide(group: Group, loss: Any, rows: tuple[int, int], samples: Any, stage: 
     x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
     mine = slice(None) if group.size == 1 else slice(*((0, rows[0]), (rows[0], 8))[group.rank])
     model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
-    parallel: Any = (
-        ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
-    )
+    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     parallel.backward(loss(model(x[mine]), y[mine]), samples(y[mine], y, group.size))
     return optim.global_norm(model.storage.grads)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", SUMS_OF_LOSSES)
-def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> None:
+def test_a_sum_is_divided_by_the_samples_of_all_ranks(name, stage):
     loss = SUMS_OF_LOSSES[name]
     count = np.count_nonzero if name == "ignored" else len
 
@@ -524,9 +522,7 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> 
 @pytest.mark.host_only("on a device the host would have to wait for the loss")
 @pytest.mark.parametrize("rows", [(4, 4), (5, 3)])
 @pytest.mark.parametrize("weighted", [1, 0])
-def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(
-    rows: tuple[int, int], weighted: int
-) -> None:
+def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(rows, weighted):
     """Only one rank's rows count: its own number is the number of the global batch."""
     draw = np.random.default_rng(0)
     x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
@@ -545,7 +541,7 @@ def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(
 
 
 @pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
-def test_a_mean_is_not_divided_again(loss: Any) -> None:
+def test_a_mean_is_not_divided_again(loss):
     def step(samples: Any, ranks: int = 2) -> list[float]:
         return simulate(lambda group: divide(group, loss, (4, 4), samples), ranks)
 
@@ -557,10 +553,10 @@ def test_a_mean_is_not_divided_again(loss: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["worker", "overlapped", "zero"])
-def test_a_hook_set_later_would_see_a_part(kind: str) -> None:
+def test_a_hook_set_later_would_see_a_part(kind):
     def program(group: Group) -> str:
         model = models.mlp((5,), 3, hidden=(7,)).initialize()
-        attached: Any = {
+        attached = {
             "worker": lambda: Worker(model, sgd(model), group),
             "overlapped": lambda: DataParallel(model, group, overlap=True),
             "zero": lambda: ShardedDataParallel(model, group, stage=2),
@@ -575,8 +571,8 @@ def test_a_hook_set_later_would_see_a_part(kind: str) -> None:
     simulate(program, 2)
 
 
-def test_a_stage_alone_computes_nothing() -> None:
-    def program(group: Group) -> None:
+def test_a_stage_alone_computes_nothing():
+    def program(group: Group):
         where = arrange(models.mlp((5,), 3, hidden=(7,)), group, Layout(pp=2, split=(2, 2)))
         where.model.initialize()(np.ones((2, 5), "float32"))
 
@@ -587,7 +583,7 @@ def test_a_stage_alone_computes_nothing() -> None:
 class Mixed(nn.Module):
     """A model with experts, of which `i` and `o` are on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.i, self.e, self.o = nn.Linear(6, 8), nn.MixtureOfExperts(8, 4), nn.Linear(8, 3)
 
     def forward(self, x: Any) -> Any:
@@ -613,9 +609,7 @@ def _columns() -> nn.Module:
         (3, Layout(expert_parallel=True), True),
     ],
 )
-def test_clipping_takes_the_norm_of_the_whole_model(
-    ranks: int, layout: Layout, is_mixed: bool
-) -> None:
+def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
     """On every rank, in a loop of one's own; so replicated weights stay equal."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(6, 5, 6)), rng.integers(0, 3, (6, 5))
@@ -659,10 +653,8 @@ def test_clipping_takes_the_norm_of_the_whole_model(
 @pytest.mark.parametrize(
     "call", [optim.global_norm, partial(optim.clip_by_global_norm, max_norm=1.0)]
 )
-def test_a_norm_that_needs_other_ranks_is_refused(
-    layout: Layout, part: str, sentence: str, call: Any
-) -> None:
-    def program(group: Group) -> None:
+def test_a_norm_that_needs_other_ranks_is_refused(layout, part, sentence, call):
+    def program(group: Group):
         where = arrange(_columns(), group, layout, sample=np.zeros((1, 6), "float32"))
         call(where.model.initialize(seed=0, storage=where.storage).get(part).parameters())
 
@@ -670,10 +662,10 @@ def test_a_norm_that_needs_other_ranks_is_refused(
         simulate(program, 2)
 
 
-def test_ranks_with_some_of_the_experts_are_no_replicas() -> None:
+def test_ranks_with_some_of_the_experts_are_no_replicas():
     """They would add the gradients of their rows alone to experts that all ranks' rows reach."""
 
-    def program(group: Group) -> None:
+    def program(group: Group):
         where = arrange(
             Mixed(), group, Layout(expert_parallel=True), np.zeros((1, 5, 6), "float32")
         )
@@ -687,10 +679,10 @@ def test_ranks_with_some_of_the_experts_are_no_replicas() -> None:
 
 @pytest.mark.parametrize("make", [DataParallel, partial(ShardedDataParallel, stage=1)])
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2)])
-def test_shards_are_no_replicas(layout: Layout, make: Any) -> None:
+def test_shards_are_no_replicas(layout, make):
     """Rank 0's would overwrite the others'."""
 
-    def program(group: Group) -> None:
+    def program(group: Group):
         where = arrange(_columns(), group, layout)
         make(where.model.initialize(seed=0), group)
 
@@ -699,8 +691,8 @@ def test_shards_are_no_replicas(layout: Layout, make: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(expert_parallel=True)])
-def test_a_part_of_a_model_is_not_taken_for_the_whole(layout: Layout) -> None:
-    def program(group: Group) -> None:
+def test_a_part_of_a_model_is_not_taken_for_the_whole(layout):
+    def program(group: Group):
         built = Mixed() if layout.expert_parallel else _columns()
         where = arrange(built, group, layout, sample=np.zeros((1, 6), "float32"))
         model = where.model.initialize(seed=0)

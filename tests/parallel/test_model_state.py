@@ -17,7 +17,7 @@ from nnmpi.base.shard import Region, part
 from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, shard_maps
 from tests.harness.refusals import told_on_all
 
-SHAPES: dict[str, tuple[int, ...]] = {
+SHAPES = {
     "column": (5, 7),
     "row": (7, 3),
     "repeats": (12, 2),
@@ -27,7 +27,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "tied": (3, 4),
     "alone": (6,),
 }
-WHOLE: dict[str, Array] = {
+WHOLE = {
     name: np.random.default_rng(number)
     .normal(size=shape)
     .astype(("float32", "float64", "int64")[number % 3])
@@ -57,7 +57,7 @@ def staged(group: Group) -> dict[str, tuple[Region | None, bool]]:
     replicas.
     """
     owners = [rank for rank in range(group.size) if rank != 1]
-    held: dict[str, tuple[Region | None, bool]] = {}
+    held = {}
     for number, name in enumerate(SHAPES):
         owner = owners[number % len(owners)]
         if group.rank in (owner, 1) or (name == "tied" and group.rank == group.size - 1):
@@ -72,7 +72,7 @@ def mixed(group: Group) -> dict[str, tuple[Region | None, bool]]:
     if group.rank == group.size - 1 and group.size % 2:
         return {}
     half, first = group.rank % 2, group.rank < 2
-    held: dict[str, tuple[Region | None, bool]] = dict.fromkeys(SHAPES, (None, group.rank == 0))
+    held = dict.fromkeys(SHAPES, (None, group.rank == 0))
     return held | {
         "column": (cut("column", 0, 2, half), first),
         "repeats": (cut("repeats", 0, 2, half, repeats=2), first),
@@ -81,7 +81,7 @@ def mixed(group: Group) -> dict[str, tuple[Region | None, bool]]:
 
 
 Layout = Callable[[Group], dict[str, tuple[Region | None, bool]]]
-LAYOUTS: list[Layout] = [sharded, staged, mixed]
+LAYOUTS = [sharded, staged, mixed]
 
 
 def make(
@@ -112,7 +112,7 @@ def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_holder_gets_its_part(group: Group, layout: Layout) -> None:
+def test_every_holder_gets_its_part(group, layout):
     state, arrays = make(layout, group, filled=False)
     state.scatter(WHOLE.__getitem__)
     right = [
@@ -123,7 +123,7 @@ def test_every_holder_gets_its_part(group: Group, layout: Layout) -> None:
 
 
 @pytest.mark.simulated
-def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
+def test_what_any_layout_gives_any_other_takes(group):
     for first in LAYOUTS:
         for second in LAYOUTS:
             result = make(first, group, filled=True)[0].to_dict()
@@ -150,13 +150,11 @@ def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
         ({"more": np.zeros(2)}, "f has more with shape (2,), which this model does not have"),
     ],
 )
-def test_nothing_is_changed_by_what_does_not_fit(
-    group: Group, found: dict[str, Array | None], text: str
-) -> None:
+def test_nothing_is_changed_by_what_does_not_fit(group, found, text):
     given = {name: array for name, array in {**WHOLE, **found}.items() if array is not None}
     state, arrays = make(sharded, group, filled=False)
     specs = {name: ArraySpec.of(array) for name, array in given.items()}
-    calls: list[str] = []
+    calls = []
 
     def read(name: str) -> Array:
         calls.append(name)
@@ -170,10 +168,10 @@ def test_nothing_is_changed_by_what_does_not_fit(
 
 
 @pytest.mark.simulated
-def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group: Group) -> None:
+def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group):
     written = []
 
-    def write(name: str, _: Array) -> None:
+    def write(name: str, _: Array):
         written.append(name)
         if name == "repeats":
             raise CheckpointError("the disk is full")
@@ -202,12 +200,12 @@ class Broken(np.ndarray):
     def get(self) -> Array:
         raise MemoryError("out of pinned memory")
 
-    def __setitem__(self, *_: object) -> None:
+    def __setitem__(self, *_: object):
         raise MemoryError("out of pinned memory")
 
 
 @pytest.mark.simulated
-def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) -> None:
+def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group):
     guilty = min(group.size, SHAPES["row"][0]) - 1  # a rank that has some of it
     entries = []
     for name, (region, owned) in sharded(group).items():
@@ -216,7 +214,7 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
         entries.append(StateEntry(name, values.view(Broken) if broken else values, region, owned))
     state = ModelState(entries, list(SHAPES), group)
     prefix = "" if guilty == 0 else f"rank {guilty}: "
-    written: list[str] = []
+    written = []
     text = told_on_all(group, lambda: state.gather(lambda name, _: written.append(name)), CommError)
     assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
     assert written == (["column"] if group.is_root else [])
@@ -226,7 +224,7 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
 
 
 @pytest.mark.simulated
-def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
+def test_ranks_that_know_other_names_are_refused(group):
     order = ["w"] if group.rank == 0 else ["w", "v"]
     state = ModelState([StateEntry("w", np.zeros(2), owned=group.is_root)], order, group)
     if group.size > 1:
@@ -291,12 +289,12 @@ ONCE = "the ranks do not write each element of w exactly once: "
         ),
     ],
 )
-def test_slices_that_make_no_whole_are_refused(everyones: list[list[Any]], text: str) -> None:
+def test_slices_that_make_no_whole_are_refused(everyones, text):
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         shard_maps(everyones, ["w"])
 
 
-def test_an_array_without_elements_needs_no_owner() -> None:
+def test_an_array_without_elements_needs_no_owner():
     assert (
         shard_maps([[say(owned=False, spec=ArraySpec((0, 3), "int64"))]], ["w"])["w"].written == []
     )

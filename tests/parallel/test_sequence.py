@@ -28,7 +28,7 @@ HEADS = 5
 class Own(nn.Module):
     """A user's module."""
 
-    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, compute: Callable[[Any, Tensor], Any]):
         self.wide, self.narrow, self.norm = nn.Linear(4, 30), nn.Linear(10, 4), nn.LayerNorm(4)
         self.places = nn.Embedding(TIME, 4)
         self.compute = compute
@@ -62,7 +62,7 @@ def attend_dropping(m: Any, x: Tensor) -> Tensor:
     return m.narrow(ops.attention(m.wide(x), HEADS, True, dropout=0.5, mask_key=key))
 
 
-EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
+EQUAL = {
     "causal": attend(True),
     "all to all": attend(False),
     "dropout": attend_dropping,
@@ -77,14 +77,14 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.host_only(ON_HOST)
 @pytest.mark.parametrize("way", [ULYSSES, RING])
 @pytest.mark.parametrize("name", EQUAL)
-def test_what_a_module_may_do(name: str, way: str) -> None:
+def test_what_a_module_may_do(name, way):
     expected = setup(own(EQUAL[name]))
     (serial,) = simulate(lambda group: serial_run(expected, group), 1)
     result = simulate(lambda group: run(expected, group, Layout(sp=3, sp_attention=way)), 3)[0]
     assert not differences(result, serial, expected)
 
 
-REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
+REFUSED = {
     "a mean": (
         own(lambda m, x: x + x.mean(1, keepdims=True)),
         "needs all elements .* each of 2 ranks has",
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_module_may_not_do(name: str) -> None:
+def test_what_a_module_may_not_do(name):
     """One sentence says which operation, and what would work."""
     build, words = REFUSED[name]
     with pytest.raises(LayoutError, match=words) as caught:
@@ -130,7 +130,7 @@ def test_what_a_module_may_not_do(name: str) -> None:
         ),
     ],
 )
-def test_layouts_that_do_not_fit(layout: Layout, words: str) -> None:
+def test_layouts_that_do_not_fit(layout, words):
     with pytest.raises(LayoutError, match=words):
         simulate(lambda group: run(GPT, group, layout), 6)
 
@@ -157,7 +157,7 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
 
 
 @pytest.mark.parametrize(("ranks", "time", "heads"), [(2, 8, 4), (3, 7, 5), (4, 7, 6)])
-def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) -> None:
+def test_the_bytes_are_those_of_the_formulas(ranks, time, heads):
     """In elements of 8 bytes, by rank and altogether."""
     batch, features, others = 2, 3 * heads, range(ranks)
     t, f = (

@@ -2,12 +2,10 @@
 do.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from nnmpi import Group, Tensor, models, nn
+from nnmpi import Tensor, models, nn
 from nnmpi.base.errors import CommError, LayoutError, ShapeError, UsageError
 from nnmpi.nn import Module, Sharding
 from nnmpi.nn.sharding import find
@@ -21,7 +19,7 @@ C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sh
 class Attention(Module):
     """A module of the user's own: one head over the sequence, and a tied projection."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int):
         self.query, self.key = nn.Linear(features, 5), nn.Linear(features, 5)
         self.gate = nn.Sequential(nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, features))
         self.mlp = [nn.Linear(features, 7), nn.GELU(), nn.Linear(7, features, bias=False)]
@@ -35,7 +33,7 @@ class Attention(Module):
         return x
 
 
-def test_tables() -> None:
+def test_tables():
     """A name word for word counts first, then the first pattern that fits."""
     table = {"blocks.*": C, "*.out": R, "blocks.1.out": X}
     assert find(table, "blocks.1.out") == ("blocks.1.out", X)
@@ -45,7 +43,7 @@ def test_tables() -> None:
 
 
 @pytest.mark.simulated
-def test_a_module_of_the_users_own(group: Group) -> None:
+def test_a_module_of_the_users_own(group):
     """In it each layer does what the table says; sequences in it are followed."""
     table = {"0": C, "1.gate.0": C, "1.gate.2": R, "1.mlp.0": C, "1.mlp.2": R, "4": R}
 
@@ -68,7 +66,7 @@ def test_a_module_of_the_users_own(group: Group) -> None:
         {"3.body": C},
     ],
 )
-def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
+def test_residual_blocks(group, table):
     """Also where a block begins with features that are cut, and ends with such."""
 
     def build() -> Module:
@@ -85,7 +83,7 @@ def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
 
 
 @pytest.mark.simulated
-def test_shared_layers_stay_shared(group: Group) -> None:
+def test_shared_layers_stay_shared(group):
     """A layer that stands in two places has one set of weights, whose gradients add up."""
 
     def build() -> Module:
@@ -98,7 +96,7 @@ def test_shared_layers_stay_shared(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_tied_weights_stay_tied(group: Group) -> None:
+def test_tied_weights_stay_tied(group):
     """Two layers with one weight have one part of it."""
 
     def build() -> Module:
@@ -111,7 +109,7 @@ def test_tied_weights_stay_tied(group: Group) -> None:
 
 
 @pytest.mark.simulated(min_size=2)
-def test_weights_that_went_apart_are_found(group: Group) -> None:
+def test_weights_that_went_apart_are_found(group):
     """One bit of what is whole on all ranks; parts differ anyway."""
     model = models.resnet((8, 8, 1), 3, width=3)
     shard(model, group)
@@ -135,7 +133,7 @@ def tied(one: nn.Linear, other: nn.Linear) -> Module:
     return nn.Sequential(one, other)
 
 
-REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
+REFUSED = [
     (lambda: models.mlp((4,), 3), {"9": C}, "'9' names no module"),
     (
         lambda: nn.Sequential(nn.Linear(2, 2)),
@@ -172,16 +170,14 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize(("build", "table", "words"), REFUSED)
-def test_refusals(
-    group: Group, build: Callable[[], Module], table: dict[str, Sharding], words: str
-) -> None:
+def test_refusals(group, build, table, words):
     """A sentence that names the layer and what would work."""
     with pytest.raises(LayoutError, match=words):
         shard(build(), group, table)
 
 
 @pytest.mark.simulated(min_size=2)
-def test_other_refusals(group: Group) -> None:
+def test_other_refusals(group):
     """Initialized models, images of another size, and too few groups."""
     with pytest.raises(UsageError, match="shard it first"):
         shard(models.mlp((4,), 3).initialize(seed=0), group)
@@ -209,7 +205,7 @@ def test_other_refusals(group: Group) -> None:
             sample=(6, 4, 1),
         )
     with pytest.raises(LayoutError, match="use a Sharding"):
-        shard(models.mlp((4,), 3), group, {"1": "column"})  # type: ignore[dict-item]
+        shard(models.mlp((4,), 3), group, {"1": "column"})
     with pytest.raises(LayoutError, match="too few"):
         shard(
             nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)),

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ class Loop:
     plant: str
     done: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         draw = np.random.default_rng(self.seed)
         self.stage, self.passes = int(draw.integers(4)), int(draw.integers(1, 3))
         by_chance = draw.integers(2) and self.plant != "fewer_rows"
@@ -61,7 +60,7 @@ class Loop:
         layers = [nn.Linear(4, hidden), nn.Tanh(), nn.Dropout(0.0), nn.Linear(hidden, 3)]
         self.model = nn.Sequential(*layers).initialize(seed=0, dtype=dtype)
         self.batch_size, self.loader_seed = int(draw.integers(5, 24)), 3
-        self.parallel: Any = (
+        self.parallel = (
             ShardedDataParallel(
                 self.model, self.group, self.stage, unit_bytes=int(draw.integers(1, 9999))
             )
@@ -104,7 +103,7 @@ class Loop:
                     mine = mine[: len(mine) - self.extra] if self.extra else mine
                     yield X[mine].astype(self.model.storage.dtype), Y[mine], len(rows)
 
-    def run(self) -> None:
+    def run(self):
         batches = self.batches()
         for update in range(UPDATES):
             if update == self.at and self.plant and self.group.rank == self.who:
@@ -123,31 +122,31 @@ class Loop:
 
     # ---- differences ----
 
-    def rate(self) -> None:
+    def rate(self):
         self.optimizer.lr = 0.06
 
-    def decay(self) -> None:
+    def decay(self):
         """It is there from the beginning."""
 
-    def skipped_step(self) -> None:
+    def skipped_step(self):
         self.skips = True
 
-    def frozen(self) -> None:
+    def frozen(self):
         self.model.parameters()[0].requires_grad = False
 
-    def activation(self) -> None:
+    def activation(self):
         self.model.layers[1] = nn.ReLU()
 
-    def setting(self) -> None:
+    def setting(self):
         self.model.layers[2].p = 0.5
 
-    def weights(self) -> None:
+    def weights(self):
         self.model.parameters()[0].data[...] *= 1.5
 
-    def kept_gradient(self) -> None:
+    def kept_gradient(self):
         self.leaves = True
 
-    def pending(self) -> None:
+    def pending(self):
         self.model.zero_grad()
         loss = ops.cross_entropy(
             self.model(X[:2].astype(self.model.storage.dtype)), Y[:2], reduction="sum"
@@ -155,20 +154,20 @@ class Loop:
         self.parallel.backward(loss, 2, last=False)
         self.leaves = True
 
-    def number_of_samples(self) -> None:
+    def number_of_samples(self):
         self.samples = 1
 
-    def rows(self) -> None:
+    def rows(self):
         self.rank = (self.rank + 1) % self.group.size
 
-    def fewer_rows(self) -> None:
+    def fewer_rows(self):
         self.extra = 1
         self.from_loader = False
 
-    def order_of_data(self) -> None:
+    def order_of_data(self):
         self.loader_seed = 4
 
-    def data_themselves(self) -> None:
+    def data_themselves(self):
         self.x = X[::-1].copy()
 
 
@@ -184,9 +183,9 @@ PLANTS = {
 
 
 def run(seed: int, plant: str, ranks: int) -> tuple[list[Loop], NnmpiError | ValueError | None]:
-    loops: dict[int, Loop] = {}
+    loops = {}
 
-    def program(group: Group) -> None:
+    def program(group: Group):
         loops[group.rank] = loop = Loop(group, seed, plant)
         loop.run()
 
@@ -198,7 +197,7 @@ def run(seed: int, plant: str, ranks: int) -> tuple[list[Loop], NnmpiError | Val
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_one_rank_does_differently_is_found(plant: str) -> None:
+def test_what_one_rank_does_differently_is_found(plant):
     for seed in (0, 1, 4, 11, 27):  # each strategy, on 2 to 4 ranks
         loops, error = run(seed, plant, 2 + seed % 3)
         what = f"seed {seed}, stage {loops[0].stage}, update {loops[0].at}: {error}"
@@ -210,7 +209,7 @@ def test_what_one_rank_does_differently_is_found(plant: str) -> None:
         assert isinstance(error, NnmpiError) and re.search(PLANTS[plant], str(error)), what
 
 
-def test_no_rank_is_refused_without_a_difference() -> None:
+def test_no_rank_is_refused_without_a_difference():
     for seed in range(20):
         loops, error = run(seed, "", 1 + seed % 5)
         assert error is None, f"seed {seed}, stage {loops[0].stage}: {error}"
@@ -224,11 +223,11 @@ def worker_of(group: Group, model: nn.Module | None = None) -> Worker:
 
 @pytest.mark.both_worlds(min_size=2, max_size=5)
 @pytest.mark.parametrize("kind", ["seed", "length", "twice", "uneven", "uneven pairs", "right"])
-def test_an_evaluation_sees_what_a_step_sees(group: Group, kind: str) -> None:
+def test_an_evaluation_sees_what_a_step_sees(group, kind):
     rank, size = group.rank, group.size
     worker, last = worker_of(group), rank == size - 1
     train = data.Dataset("part", X[: 46 - 3 * last], Y[: 46 - 3 * last], classes=3)
-    batches: Any = {
+    batches = {
         "seed": lambda: data.Loader(TRAIN, 10, group, seed=rank).epoch(0),
         "length": lambda: data.Loader(train, 10, group).epoch(0),
         "twice": lambda: data.Loader(TRAIN, 10).epoch(0),
@@ -251,7 +250,7 @@ def test_an_evaluation_sees_what_a_step_sees(group: Group, kind: str) -> None:
 
 @pytest.mark.simulated(min_size=4, max_size=4)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(2, 2)), Layout(zero=3)])
-def test_uneven_batches_where_layers_communicate(group: Group, layout: Layout) -> None:
+def test_uneven_batches_where_layers_communicate(group, layout):
     where = arrange(models.mlp((4,), 3, hidden=(7,)), group, layout)
     model = where.model.initialize(seed=0, storage=where.storage)
     sgd = optim.SGD(model.storage, lr=0.1)
@@ -263,7 +262,7 @@ def test_uneven_batches_where_layers_communicate(group: Group, layout: Layout) -
 
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize("way", ["Worker", "DataParallel", "ShardedDataParallel", "arrange"])
-def test_models_with_other_settings(group: Group, way: str) -> None:
+def test_models_with_other_settings(group, way):
     """They have the same parameters."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1 + 0.4 * (group.rank == 1)))
     if way == "arrange":
@@ -279,7 +278,7 @@ def test_models_with_other_settings(group: Group, way: str) -> None:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
-def test_one_ranks_look_at_the_first_batch_is_no_difference(group: Group) -> None:
+def test_one_ranks_look_at_the_first_batch_is_no_difference(group):
     model = nn.Linear(4, 3).initialize(seed=0, dtype="float64")
     parallel, sgd = DataParallel(model, group), optim.SGD(model.storage, lr=0.1)
     loader = data.Loader(TRAIN, 10, group)
@@ -294,7 +293,7 @@ def test_one_ranks_look_at_the_first_batch_is_no_difference(group: Group) -> Non
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
+def test_gradients_that_all_ranks_scale(group, stage):
     """As the one rank does it, or refused; with shared memory it depended on timing."""
     rows = slice(*np.linspace(0, 24, group.size + 1).astype(int)[group.rank :][:2])
 
@@ -314,9 +313,7 @@ def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
         return nn.Sequential(*layers).initialize(seed=0, dtype="float64")
 
     model = make()
-    parallel: Any = (
-        ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
-    )
+    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     if stage > 1:
         text = told_on_all(group, lambda: train(parallel, model, rows), NnmpiError)
         assert "each rank keeps only its part: change model.storage.grads" in text
@@ -328,15 +325,13 @@ def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
 
 @pytest.mark.simulated(min_size=1, max_size=3)
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_window_of_accumulation_ends_or_is_refused(
-    group: Group, saves: bool, tmp_path: Path
-) -> None:
+def test_a_window_of_accumulation_ends_or_is_refused(group, saves, tmp_path):
     model = nn.Linear(4, 3).initialize(seed=0, dtype="float64")
     parallel, optimizer = DataParallel(model, group), optim.SGD(model.storage, lr=0.1)
     rows = slice(2 * group.rank, 2 * group.rank + 2)
     count = 2 * group.size
 
-    def backward(last: bool) -> None:
+    def backward(last: bool):
         loss = ops.cross_entropy(model(X[rows]), Y[rows], reduction="sum")
         parallel.backward(loss, 2 * count, last=last)
 
@@ -358,7 +353,7 @@ def test_a_window_of_accumulation_ends_or_is_refused(
 @pytest.mark.host_only("memory that the ranks of a node share")
 @pytest.mark.both_worlds(min_size=2, max_size=3)
 @pytest.mark.parametrize("way", ["Worker", 1, 2, 3])
-def test_weights_that_ranks_share_are_read_only(group: Group, way: str | int) -> None:
+def test_weights_that_ranks_share_are_read_only(group, way):
     """Each rank would change the one copy; `load_state` writes it on all."""
     model = nn.Linear(4, 3).initialize(seed=0)
     if way == "Worker":
@@ -375,7 +370,7 @@ def test_weights_that_ranks_share_are_read_only(group: Group, way: str | int) ->
     assert max(group.gather(float(np.abs(model.weight.data - before).max()))) == 0
 
 
-def test_rows_add_up_if_and_only_if_each_is_there_once() -> None:
+def test_rows_add_up_if_and_only_if_each_is_there_once():
     draw = np.random.default_rng(0)
     for trial in range(300):
         ranks, whole = int(draw.integers(2, 6)), int(draw.integers(1, 40))

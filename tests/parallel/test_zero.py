@@ -54,7 +54,7 @@ def mlp() -> Module:
     return models.mlp((5,), 3, hidden=(37, 7, 41), dropout=0.2)
 
 
-MODELS: dict[str, Callable[[], Module]] = {
+MODELS = {
     "mlp": mlp,
     "gpt": lambda: models.gpt(TOKENS, TIME, features=8, layers=2, heads=2, dropout=0.1),
 }
@@ -70,7 +70,7 @@ def samples(name: str) -> Dataset:
     )
 
 
-def test_stage_3_has_the_bits_of_stage_2() -> None:
+def test_stage_3_has_the_bits_of_stage_2():
     for name in ("mlp", "lstm"):
         two, three = (
             simulate(partial(run, ZERO[name], layout=Layout(zero=stage, unit_bytes=1)), 3)[0]
@@ -82,7 +82,7 @@ def test_stage_3_has_the_bits_of_stage_2() -> None:
 class Counting:
     """Makes arrays and counts their bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.nbytes = 0
 
     def __call__(self, elements: int, dtype: Any) -> Array:
@@ -93,7 +93,7 @@ class Counting:
 @pytest.mark.host_only("counts the arrays that NumPy makes")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> None:
+def test_the_bytes_of_state_are_those_of_the_formulas(name, ranks):
     """float32 and Adam: 16 bytes for each of P parameters with plain replicas. The peak falls from
     stage to stage.
     """
@@ -136,7 +136,7 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
+def test_the_bytes_sent_are_those_of_the_formulas(ranks):
     """By a ring, over all ranks: (N - 1) times 8P in stages 1 and 2, and 12P in stage 3; and in
     `traffic`, by rank.
     """
@@ -161,16 +161,16 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
         return full, group.comm.world.traffic.bytes
 
     for stage, times in zip(STAGES, (8, 8, 12), strict=True):
-        item, two = (simulate(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
+        item, two = (simulate(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # noqa: B023
         elements, told = two[0]
         assert two.bytes - item.bytes == (ranks - 1) * times * elements
         assert told - item[0][1] == (times * elements if ranks > 1 else 0)
 
 
-def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
+def test_a_model_that_only_stage_3_fits_under_the_limit():
     """The others are refused with the stage that would do; without any, with what else would."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         def place(limit: int, **options: Any) -> str:
             # 128 thousand parameters, 2 MiB of state
             model = models.mlp((64,), 10, hidden=(64,) * 31)
@@ -191,7 +191,7 @@ def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_misuse_is_refused(ranks: int) -> None:
+def test_misuse_is_refused(ranks):
     """Stray passes, looks at what is not here, passes that were left halfway, and what is no
     stage.
     """
@@ -199,7 +199,7 @@ def test_misuse_is_refused(ranks: int) -> None:
     def loss_of(model: Module) -> Tensor:
         return ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int))
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         with pytest.raises(UsageError, match="no stage 4"):
             nnmpi.ShardedDataParallel(mlp().initialize(), group, 4)
         model = mlp().initialize()
@@ -226,10 +226,10 @@ def test_misuse_is_refused(ranks: int) -> None:
     simulate(main, ranks, check=False)
 
 
-def test_a_gradient_that_is_not_finite_is_named() -> None:
+def test_a_gradient_that_is_not_finite_is_named():
     """By the rank that has it, on all ranks, and the weights are those of before."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         worker = arranged(mlp(), group, Layout(zero=3, unit_bytes=1), lr=1.0)
         storage = worker.model.storage
         before = [array.copy() for array in storage.data]
@@ -243,10 +243,10 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     simulate(main, 3)
 
 
-def test_what_does_not_go_with_it_is_refused() -> None:
+def test_what_does_not_go_with_it_is_refused():
     """In a sentence that says what would."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         where = arrange(mlp(), group, Layout(zero=3))
         where.model.initialize(seed=0)
         with pytest.raises(UsageError, match=r"storage=arrangement\.storage"):
@@ -264,7 +264,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
 class Plain(nn.Module):
     """No chain of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.flat, self.only = nn.Flatten(), nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_that_is_one_unit_is_one_segment(stage: int) -> None:
+def test_a_model_that_is_one_unit_is_one_segment(stage):
     """Which a pass's program gathers, also where the model's own forward computes it."""
     setup = Setup(lambda *_: Plain())
     (serial,) = simulate(lambda group: run(setup, group), 1)
@@ -286,9 +286,7 @@ def test_a_model_that_is_one_unit_is_one_segment(stage: int) -> None:
 @pytest.mark.host_only("windows are of the host's memory")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("room", range(5))
-def test_without_room_for_windows_it_sends_messages_and_says_so(
-    stage: int, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_windows_it_sends_messages_and_says_so(stage, room, monkeypatch):
     """It gives back those that it had. However many units there are, it takes no window for each of
     them.
     """
@@ -301,7 +299,7 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
         pages = share_pages(comm, own_bytes)
         free, held[comm.rank] = pages.free, held[comm.rank] + 1
 
-        def give_back() -> None:
+        def give_back():
             held[comm.rank] -= 1
             free()
 
@@ -345,7 +343,7 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
 
 @pytest.mark.host_only("the ranks are simulated")
 @pytest.mark.parametrize("apart", [True, False])
-def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: Path) -> None:
+def test_the_table_of_the_memory_page_is_what_runs_hold(apart, tmp_path):
     """Its formulas, without slots and scratch, beside what training counts: by messages, and on one
     node.
     """
@@ -375,9 +373,9 @@ def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: P
         assert held[stage] == pytest.approx(expected, rel=1e-3), stage
 
 
-def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_one_node_has_few_barriers(monkeypatch):
     """However many units there are: all of stage 1 are summed between two."""
-    waits: Counter[int] = Counter()
+    waits = Counter()
 
     def wait(self: NodeTransport, *told: Any) -> Any:
         waits[self._group.rank] += 1
@@ -386,7 +384,7 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
     old = NodeTransport.meet
     monkeypatch.setattr(NodeTransport, "meet", wait)
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         net = models.mlp((6,), 3, hidden=[8] * 5)
         worker = arranged(net, group, Layout(zero=1, unit_bytes=1))
         for _ in range(2):
@@ -408,11 +406,11 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
     ids=str,
 )
 @pytest.mark.parametrize("way", ["auto", "ring"])
-def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> None:
+def test_mixes_hold_the_predicted_bytes(name, layout, way):
     """To the byte, also where ranks hold other parts: a stage, an expert."""
     setup = GPT if name == "gpt" else LIMITED
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         worker = build(setup, group, layout, allreduce=way)
         for batch in islice(batches(setup, worker), 2):
             worker.step(batch)
@@ -426,7 +424,7 @@ def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> 
 class Inputs(Module):
     """Takes two inputs, and returns several results."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
 
     def forward(self, x: Tensor, *, other: Tensor) -> dict[str, Tensor]:
@@ -438,7 +436,7 @@ def _squares(y: Tensor) -> Tensor:
 
 
 # (model, x, rank) -> a loss that uses the model's parameters in an unusual way
-LOSSES: dict[str, Callable[[Any, Any, int], Tensor]] = {
+LOSSES = {
     "two inputs": lambda model, x, rank: _squares(model(x, other=2 * x)["y"]),
     "twice": lambda model, x, rank: _squares(model(x)) + _squares(model(2 * x)),
     "of its own result": lambda model, x, rank: _squares(model(model(x))),
@@ -456,7 +454,7 @@ LOSSES: dict[str, Callable[[Any, Any, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name: str) -> None:
+def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
 
     def program(group: Group, stage: int, algorithm: str) -> Any:
@@ -464,7 +462,7 @@ def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name: str) ->
         model = Inputs() if name == "two inputs" else nn.Sequential(*layers)
         model.initialize(seed=0, dtype="float64")
         options = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
-        parallel: Any = (
+        parallel = (
             nnmpi.ShardedDataParallel(model, group, **options)
             if stage
             else DataParallel(model, group)
@@ -492,7 +490,7 @@ def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name: str) ->
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_passes_through_another_model_that_is_frozen(stage: int, algorithm: str) -> None:
+def test_a_loss_passes_through_another_model_that_is_frozen(stage, algorithm):
     """As a generator's through the discriminator."""
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
 
@@ -501,8 +499,8 @@ def test_a_loss_passes_through_another_model_that_is_frozen(stage: int, algorith
         for seed in (0, 1):
             model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
             model.initialize(seed=seed, dtype="float64")
-            options: dict[str, Any] = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
-            parallel: Any = (
+            options = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
+            parallel = (
                 nnmpi.ShardedDataParallel(model, group, **options)
                 if stage
                 else DataParallel(model, group)

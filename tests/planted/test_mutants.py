@@ -14,10 +14,10 @@ from tests.planted.mutants import finders_of, mutants
         ("\u00e9 = a not in b", ["\u00e9 = a in b"]),
     ],
 )
-def test_a_mutant_is_one_change(text: str, found: list[str]) -> None:
+def test_a_mutant_is_one_change(text, found):
     assert sorted(mutants(text)) == sorted((1, item) for item in found)
 
 
-def test_the_finders_of_a_file_name_its_module() -> None:
+def test_the_finders_of_a_file_name_its_module():
     assert "tests/lab/test_planner.py" in finders_of("nnmpi/lab/planner/price.py").split()
     assert finders_of("nnmpi/ops/none.py") == "tests/ops"

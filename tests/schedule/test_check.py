@@ -37,13 +37,13 @@ def spoiled(schedule: Schedule, spoil: Callable[[Programs], None]) -> Schedule:
 
 def instruction(text: str) -> Instruction:
     """Return the instruction whose text form this is."""
-    stage, kind, microbatch = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text).groups()  # type: ignore[union-attr]
+    stage, kind, microbatch = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text).groups()
     return Kind(kind).at(int(stage), int(microbatch) if microbatch else None)
 
 
 def read(*texts: str) -> Schedule:
     """Return the schedule of two microbatches whose programs are written out, one rank per text."""
-    programs: Programs = []
+    programs = []
     for text in texts:
         items = [
             [instruction(word) for word in result.strip("()").split()]
@@ -58,7 +58,7 @@ FIRST = "0F0 0SEND_ACT0 0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE
 LAST = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP"
 
 
-def test_the_schedule_by_hand_is_right() -> None:
+def test_the_schedule_by_hand_is_right():
     assert read(FIRST, LAST).programs == lowered("1f1b", 2, 2).programs
     check(read(FIRST, LAST))
 
@@ -110,7 +110,7 @@ def test_the_schedule_by_hand_is_right() -> None:
         ("(0SEND_ACT1 0RECV_GRAD0)", "0RECV_GRAD0 0SEND_ACT1", None),
     ],
 )
-def test_by_hand(old: str, new: str, sentence: str | None) -> None:
+def test_by_hand(old, new, sentence):
     assert old in f"{FIRST}\n{LAST}"
     schedule = read(FIRST.replace(old, new), LAST.replace(old, new))
     if sentence is None:
@@ -120,7 +120,7 @@ def test_by_hand(old: str, new: str, sentence: str | None) -> None:
         check(schedule)
 
 
-def test_deadlock_of_sends_that_wait() -> None:
+def test_deadlock_of_sends_that_wait():
     first, last = (text.replace("(", "").replace(")", "") for text in (FIRST, LAST))
     with pytest.raises(ScheduleError) as caught:
         check(read(first, last))
@@ -133,7 +133,7 @@ def test_deadlock_of_sends_that_wait() -> None:
     )
 
 
-def test_deadlock_of_receives() -> None:
+def test_deadlock_of_receives():
     first = "0F0 0F1 0RECV_GRAD0 0SEND_ACT0 0SEND_ACT1 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
     with pytest.raises(ScheduleError, match="deadlock .*: rank 0 in 0RECV_GRAD0, rank 1 in"):
         check(read(first, LAST))
@@ -148,11 +148,9 @@ def test_deadlock_of_receives() -> None:
         ("zb-v", 2, Kind.I.at(1, 0), Kind.I.at(2, 0)),
     ],
 )
-def test_stages_of_one_rank_follow_one_another(
-    name: str, ranks: int, first: Instruction, second: Instruction
-) -> None:
+def test_stages_of_one_rank_follow_one_another(name, ranks, first, second):
     schedule = lowered(name, ranks, 1, 2)
-    order: dict[Item, Item] = {first: second, second: first}
+    order = {first: second, second: first}
     swapped = replace(
         schedule,
         programs=tuple(
@@ -187,7 +185,7 @@ def _is_refused(schedule: Schedule) -> bool:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_what_is_dropped_or_doubled_is_noticed(data: st.DataObject) -> None:
+def test_what_is_dropped_or_doubled_is_noticed(data):
     schedule, rank, at = _draw(data)
     assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__delitem__(at)))
     to = data.draw(st.integers(0, len(schedule.programs[rank])))
@@ -198,7 +196,7 @@ def test_what_is_dropped_or_doubled_is_noticed(data: st.DataObject) -> None:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_units_are_gathered_summed_and_freed(data: st.DataObject) -> None:
+def test_units_are_gathered_summed_and_freed(data):
     """And no instruction of it can be dropped, doubled or exchanged with its neighbour unseen."""
     name, virtual = data.draw(st.sampled_from([(n, v) for n, v in KINDS if n != "pipedream"]))
     sizes = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
@@ -219,13 +217,15 @@ def test_units_are_gathered_summed_and_freed(data: st.DataObject) -> None:
     )
     if {one, other} <= {*COMPUTE, *WEIGHTS} and program[at].stage == program[at + 1].stage:
 
-        def exchange(programs: list[list[Item]]) -> None:
+        def exchange(programs: list[list[Item]]):
             programs[rank][at : at + 2] = reversed(program[at : at + 2])
 
-        assert _is_refused(spoiled(schedule, exchange)) or {one, other} == {Kind.FREE, Kind.GATHER}
+        # a rank that sends nothing may take its microbatches in any order
+        is_free = {one, other} == {Kind.FREE, Kind.GATHER} or schedule.ranks == 1 and one is other
+        assert is_free or _is_refused(spoiled(schedule, exchange))
 
 
-def test_gradients_are_summed_before_the_next_backward() -> None:
+def test_gradients_are_summed_before_the_next_backward():
     """They pass through the same memory."""
     schedule = in_units("1f1b", 1, 1, 1, 2, gathers=False)
     text = " ".join(map(str, schedule.programs[0]))
@@ -239,7 +239,7 @@ def test_gradients_are_summed_before_the_next_backward() -> None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
+def test_what_is_misdirected_is_noticed(data):
     """An instruction of another stage or microbatch in its place, or on another rank."""
     schedule, rank, at = _draw(data)
     item = schedule.programs[rank][at]
@@ -260,11 +260,11 @@ def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
     assert _is_refused(moved)
 
 
-def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None:
+def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule():
     for name, virtual in KINDS:
         schedule = place_reductions(add_transfers(make(name, 4, 4, virtual)))
 
-        def swap(programs: Programs) -> None:
+        def swap(programs: Programs):
             local = programs[1]
             first, second = [
                 i
@@ -276,12 +276,12 @@ def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None
         assert _is_refused(spoiled(schedule, swap)), name
 
 
-def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None:
+def test_a_backward_without_its_reduction_is_noticed_in_every_schedule():
     for name, virtual in KINDS:
         if name != "inference":
             schedule = lowered(name, 2, 3, virtual)
 
-            def late(programs: Programs) -> None:
+            def late(programs: Programs):
                 at = [
                     i
                     for i, program in enumerate(programs[0])
@@ -293,7 +293,7 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None
 
 
 @given(st.data())
-def test_no_schedule_of_ones_own_ends_in_a_stack(data: st.DataObject) -> None:
+def test_no_schedule_of_ones_own_ends_in_a_stack(data):
     """Programs of any instructions are refused in a sentence, or right."""
     number = st.sampled_from([0, 0, 1, 1, 2, -1, None, 0.0, "1"])
     drawn = st.lists(

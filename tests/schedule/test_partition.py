@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given as drawn
@@ -31,7 +30,7 @@ def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
 
 
 @drawn(many_layers, st.data())
-def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject) -> None:
+def test_no_cut_within_the_limit_is_better(times, data):
     """Nor without a limit; where none is within it, the sentence says the least possible."""
     stages = data.draw(st.integers(1, len(times)))
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(times), max_size=len(times)))
@@ -48,7 +47,7 @@ def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject
             partition(times, stages, sizes, limit)
 
 
-def test_memory_goes_before_time() -> None:
+def test_memory_goes_before_time():
     assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1], 9) == (range(1), range(1, 4))
     assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1]) == (range(2), range(2, 4))
 
@@ -64,6 +63,6 @@ def test_memory_goes_before_time() -> None:
         ),
     ],
 )
-def test_what_cannot_be_cut(given: tuple[Any, ...], words: str) -> None:
+def test_what_cannot_be_cut(given, words):
     with pytest.raises(LayoutError, match=words):
         partition(*given)

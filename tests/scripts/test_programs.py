@@ -76,20 +76,20 @@ def find_unused(programs: set[str], words: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def words() -> set[str]:
+def words():
     """What the checks run: words of the shell, and scripts and notebooks that tests start."""
     started = {word for word in words_of_python(ROOT / "tests") if word.startswith("scripts/")}
     started |= {file.relative_to(ROOT).as_posix() for file in NOTEBOOKS}
     return started.union(*map(words_of_shell, SHELL))
 
 
-def test_every_program_is_run_by_a_check(words: set[str]) -> None:
+def test_every_program_is_run_by_a_check(words):
     programs = find_programs()
     assert len(programs) > 60
     assert find_unused(programs, words) == set()
 
 
 @pytest.mark.parametrize("program", ["survey", "netlab"])
-def test_a_program_that_no_check_runs_is_found(program: str, words: set[str]) -> None:
+def test_a_program_that_no_check_runs_is_found(program, words):
     left = find_unused(find_programs(), words - {f"benchmarks/{program}"})
     assert f"benchmarks/{program}/__main__.py" in left

@@ -18,20 +18,20 @@ from nnmpi.base.errors import UsageError
 from nnmpi.teaching import grade as module
 from nnmpi.teaching.exercise.exercises import EXERCISES
 from nnmpi.teaching.grade import Assignment, Criterion, grade, main, read_assignment
-from tests.teaching.exercise.cheats import CHEATS, Cheat
+from tests.teaching.exercise.cheats import CHEATS
 from tests.teaching.exercise.sealed import unseal
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.host_only("solutions are written in NumPy")
 
 
-def test_there_are_fifty() -> None:
+def test_there_are_fifty():
     assert len(CHEATS) >= 50 and len({cheat.what for cheat in CHEATS}) == len(CHEATS)
 
 
 @pytest.mark.slow("a process and more for each of a hundred, some until their limit of time")
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.what)
-def test_a_cheat_earns_nothing_and_is_told(cheat: Cheat, tmp_path: Path) -> None:
+def test_a_cheat_earns_nothing_and_is_told(cheat, tmp_path):
     other, file = (
         tmp_path / "other" / "other.py",
         tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py",
@@ -98,15 +98,15 @@ bytes = "1MiB"
 
 
 @pytest.fixture
-def assignment(tmp_path: Path) -> Path:
+def assignment(tmp_path):
     file = tmp_path / "assignment.toml"
     file.write_text(ASSIGNMENT.replace("AT_MOST", "1.05"))
     return file
 
 
 def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
-    assignment: Path, tmp_path: Path
-) -> None:
+    assignment, tmp_path
+):
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
     assert [
@@ -133,7 +133,7 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
 
 
 @pytest.mark.slow("25 exercises, on up to six processes each")
-def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path: Path) -> None:
+def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path):
     file = tmp_path / "all.py"
     file.write_text(unseal())
     names = {*re.findall(r"^def (\w+)", unseal(), re.MULTILINE)}
@@ -147,7 +147,7 @@ def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path: Path)
     assert not failed
 
 
-def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_path: Path) -> None:
+def test_a_table_of_answers_fails_where_sizes_are_others(assignment, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         f"{RIGHT}\nright = ring_all_reduce\nTABLE = {{}}\nfor n in (1, 2, 3, 4, 5, 8):\n    for r"
@@ -159,7 +159,7 @@ def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["comm/algorithms/ring.py", "schedule/schedules.py"])
-def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path) -> None:
+def test_nnmpis_own_text_is_told_so(name, assignment, tmp_path):
     file = tmp_path / "mine.py"
     text = (
         (ROOT / "nnmpi" / name)
@@ -175,9 +175,7 @@ def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path)
 
 
 @pytest.mark.slow("a class of a dozen, one of which never ends")
-def test_a_class_is_graded_and_nobody_touches_another(
-    assignment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_is_graded_and_nobody_touches_another(assignment, tmp_path, capsys):
     submissions = {
         "ann": RIGHT,
         "bob": RIGHT.replace("(not sums)", "0"),
@@ -222,7 +220,7 @@ def test_a_class_is_graded_and_nobody_touches_another(
     assert [suite.get("name") for suite in suites[0]] == ["ring-all-reduce", "hidden 2", "fast"]
 
 
-def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> None:
+def test_helpers_are_read_as_the_file_is(assignment, tmp_path):
     """Own text is told of there, compiled files are not loaded, and links and heaps of files are
     refused.
     """
@@ -262,18 +260,16 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     assert told().endswith("has more than 200 files; hand in only your own")
 
 
-def test_what_is_graded_is_kept_when_the_grading_ends(
-    assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_graded_is_kept_when_the_grading_ends(assignment, tmp_path, monkeypatch):
     """After each submission, in the order of the class."""
     folder, out = tmp_path / "class", tmp_path / "all.json"
     folder.mkdir()
     for name in "abc":
         (folder / f"{name}.py").write_text(RIGHT)
-    seen: list[list[str]] = []
+    seen = []
     real = module.write_atomically
 
-    def killed(file: Path, content: bytes) -> None:
+    def killed(file: Path, content: bytes):
         real(file, content)
         seen.append([item["submission"] for item in json.loads(out.read_text())])
         if len(seen) == 2:
@@ -286,7 +282,7 @@ def test_what_is_graded_is_kept_when_the_grading_ends(
     assert [len(names) for names in seen] == [1, 2] and seen[1] == sorted(seen[1])
 
 
-def test_a_hidden_criterions_name_is_nobodys(tmp_path: Path) -> None:
+def test_a_hidden_criterions_name_is_nobodys(tmp_path):
     """Also where another criterion needs it."""
     file, mine = tmp_path / "assignment.toml", tmp_path / "mine.py"
     file.write_text(
@@ -299,7 +295,7 @@ def test_a_hidden_criterions_name_is_nobodys(tmp_path: Path) -> None:
     assert result.outcomes[1].text == "it needs 'hidden 1', which has not passed"
 
 
-def test_what_has_no_end_is_not_opened(assignment: Path, tmp_path: Path) -> None:
+def test_what_has_no_end_is_not_opened(assignment, tmp_path):
     """Pipes, in a class, in a folder and alone."""
     folder = tmp_path / "class"
     (folder / "ann").mkdir(parents=True)
@@ -331,9 +327,7 @@ def test_what_has_no_end_is_not_opened(assignment: Path, tmp_path: Path) -> None
     ],
     ids=["deep", "long", "nested"],
 )
-def test_what_is_hard_to_read_hides_no_copy_and_takes_no_time(
-    assignment: Path, tmp_path: Path, more: str, told: str
-) -> None:
+def test_what_is_hard_to_read_hides_no_copy_and_takes_no_time(assignment, tmp_path, more, told):
     file = tmp_path / "mine.py"
     ring = (ROOT / "nnmpi/comm/algorithms/ring.py").read_text()
     file.write_text(f"{more}\n{ring}")
@@ -344,7 +338,7 @@ def test_what_is_hard_to_read_hides_no_copy_and_takes_no_time(
 
 
 @pytest.mark.slow("a process for each entry of a class")
-def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path: Path) -> None:
+def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment, tmp_path):
     folder, out = tmp_path / "class", tmp_path / "all.json"
     for name in (
         "ann/work/x.py",
@@ -382,9 +376,7 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path
         assert result[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
 
 
-def test_a_grader_that_ends_is_a_row(
-    assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grader_that_ends_is_a_row(assignment, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(RIGHT)
     monkeypatch.setattr("nnmpi.teaching.grade.CHILD", "import os; os.kill(os.getpid(), 9)")
     text = main([str(assignment), str(tmp_path / "mine.py")])
@@ -394,7 +386,7 @@ def test_a_grader_that_ends_is_a_row(
     )
 
 
-def test_formats(assignment: Path, tmp_path: Path) -> None:
+def test_formats(assignment, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
     gradescope = json.loads(main([str(assignment), str(file), "--format", "gradescope"]))
@@ -500,9 +492,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ("ranks = 5", "ranks = 5\nweight = 2", "weight is not one of ranks, microbatches"),
     ],
 )
-def test_an_assignment_that_means_nothing_is_refused(
-    old: str, new: str, told: str, assignment: Path, tmp_path: Path
-) -> None:
+def test_an_assignment_that_means_nothing_is_refused(old, new, told, assignment, tmp_path):
     text = assignment.read_text()
     assert old in text
     assignment.write_text(text.replace(old, new, 1))

@@ -14,7 +14,6 @@ from nnmpi.tensor import gather_shards
 from tests.tensor.draws import (
     Case,
     Draw,
-    Row,
     anywhere,
     array,
     arrays,
@@ -199,7 +198,7 @@ def through_longdouble(x):
     return x.astype(wide).astype(x.dtype)
 
 
-TENSOR: list[Row] = table(
+TENSOR = table(
     "tensor",
     add={
         "both": binary(operator.add),

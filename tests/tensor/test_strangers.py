@@ -1,6 +1,5 @@
 """Other libraries' arrays, where users give them, and Tensors where other libraries take arrays."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ X, Y = np.arange(8, dtype=np.float32).reshape(2, 4), np.array([0, 1])
 class Stranger:
     """What arrays, tables and columns of other libraries have in common."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: Any):
         self.values = values
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -37,14 +36,14 @@ def _pandas(values: Any) -> Any:
     return (pandas.DataFrame if values.ndim > 1 else pandas.Series)(values)
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "stranger": Stranger,
     "torch": lambda values: pytest.importorskip("torch").tensor(values),
     "jax": lambda values: pytest.importorskip("jax").numpy.asarray(values),
     "pandas": _pandas,
 }
 LAYER = nn.Linear(4, 3).initialize(seed=0)
-USES: dict[str, Callable[[Any, Any], Any]] = {
+USES = {
     "model": lambda x, y: LAYER(x),
     "Tensor": lambda x, y: Tensor(x),
     "right": lambda x, y: Tensor(X) * x,
@@ -69,7 +68,7 @@ def _loaded(model: Any, weight: Any) -> Any:
 @pytest.mark.host_only("other libraries' arrays, in the host's memory")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_array_of_another_library_is_as_good_as_numpys(kind: str, use: str) -> None:
+def test_an_array_of_another_library_is_as_good_as_numpys(kind, use):
     """JAX's was taken for a device's, a table for a list of columns."""
     if (kind, use) == ("pandas", "comparison"):
         pytest.skip("pandas compares on the left")
@@ -81,7 +80,7 @@ def test_an_array_of_another_library_is_as_good_as_numpys(kind: str, use: str) -
 
 @pytest.mark.host_only("other libraries' arrays, in the host's memory")
 @pytest.mark.parametrize("use", sorted({*USES} - {"index", "classes", "tokens"}))
-def test_what_numpy_cannot_read_is_refused(use: str) -> None:
+def test_what_numpy_cannot_read_is_refused(use):
     with pytest.raises(UsageError, match=r"a Sparse is sparse, .*; give x.toarray\(\)"):
         USES[use](Sparse(X), Y)
     with pytest.raises(UsageError, match=r"this tests Stranger \(it is elsewhere\); convert"):
@@ -94,11 +93,11 @@ class ByItem(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
-def test_objects_are_not_asked_for_names() -> None:
+def test_objects_are_not_asked_for_names():
     """Such a dictionary raises a KeyError for each that it lacks."""
 
     class Scaled(nn.Module):
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: Any):
             self.config = config
 
         def forward(self, x: Any) -> Any:
@@ -110,7 +109,7 @@ def test_objects_are_not_asked_for_names() -> None:
 
 
 @pytest.mark.host_only("NumPy's memory, which is lent")
-def test_a_tensor_lends_its_memory() -> None:
+def test_a_tensor_lends_its_memory():
     lent = np.from_dlpack(Tensor(X))
     assert np.shares_memory(lent, X)
     with pytest.raises(GraphError, match=r"not an array; use x.numpy\(\) or x.detach"):
@@ -127,6 +126,6 @@ def test_a_tensor_lends_its_memory() -> None:
         (X, [[0, -100]] * 2, "label -100 of sample 0 .* count is -1, nnmpi.data.IGNORED"),
     ],
 )
-def test_what_other_libraries_mean_is_named(values: Any, label: Any, right: str) -> None:
+def test_what_other_libraries_mean_is_named(values, label, right):
     with pytest.raises(DataError, match=right):
         data.Dataset("d", values, np.array(label), 2)

@@ -144,7 +144,7 @@ def tied() -> Module:
     return model
 
 
-MODELS: dict[str, Build] = {
+MODELS = {
     "mlp": lambda: models.mlp((8, 8, 1), 10, dropout=0.3),
     "cnn": lambda: models.cnn((8, 8, 1), 10),
     "resnet": lambda: models.resnet((8, 8, 1), 10),
@@ -180,7 +180,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_halves_make_a_whole(name: str) -> None:
+def test_halves_make_a_whole(name):
     full, halves = gradients(name, halves=False), gradients(name, halves=True)
     assert all(np.array_equal(a, b) for a, b in zip(full[0], halves[0], strict=True))
     assert full[1].keys() == halves[1].keys()
@@ -188,7 +188,7 @@ def test_halves_make_a_whole(name: str) -> None:
         np.testing.assert_array_equal(halves[1][parameter], grad, err_msg=parameter)
 
 
-def test_what_is_finished_is_used_up() -> None:
+def test_what_is_finished_is_used_up():
     model = MODELS["mlp"]().initialize()
     loss = model(Tensor(np.ones((2, 8, 8, 1), np.float32))).sum()
     deferred = Deferred()
@@ -203,7 +203,7 @@ def test_what_is_finished_is_used_up() -> None:
         loss.backward()
 
 
-def test_halves_serve_no_hooks_and_retain_nothing() -> None:
+def test_halves_serve_no_hooks_and_retain_nothing():
     model = MODELS["mlp"]().initialize()
     x = np.ones((2, 8, 8, 1), np.float32)
     with pytest.raises(GraphError, match="in halves"):
@@ -223,7 +223,7 @@ def test_written_parameters():
         {name: x.copy() for name, x in model.state().items()},
     )
     weight = model.parameters()[0]
-    uses: list[Callable[[], Tensor]] = [
+    uses = [
         lambda: model(x),
         lambda: Tensor(np.ones((2, 4), "float32")) @ weight.T.reshape(2, 2, 3).reshape(4, 3),
         lambda: weight * weight,

@@ -1,16 +1,14 @@
 """What the tests of this folder share."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.train.cli import main
 
 
 @pytest.fixture
-def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def train(group, tmp_path, monkeypatch):
     """Runs the command on the group, for a small net on iris unless told otherwise; returns the
     run's folder.
     """

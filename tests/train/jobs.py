@@ -48,7 +48,7 @@ def processes(mark: str) -> list[int]:
     return result
 
 
-def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None) -> None:
+def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None):
     """Send the signal to all of the job's processes, its "ranks" or its "launcher", or to one rank
     alone if given.
     """

@@ -1,6 +1,5 @@
 """Options reach the parts that they are for."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int
     ]
 
 
-def test_hidden_widths_make_the_layers() -> None:
+def test_hidden_widths_make_the_layers():
     assert shapes(ModelConfig(model="mlp", hidden=(5, 6)), (4,)) == [(4, 5), (5, 6), (6, 10)]
     assert shapes(ModelConfig(model="mlp", hidden=()), (8, 8, 1)) == [(64, 10)]
     cnn = [(3, 3, 1, 32), (3, 3, 32, 64), (3136, 128), (128, 64), (64, 10)]
@@ -46,7 +45,7 @@ def test_hidden_widths_make_the_layers() -> None:
     assert len(shapes(ModelConfig(model="resnet"), (8, 8, 3))) > 7
 
 
-def test_optimizers_get_their_options() -> None:
+def test_optimizers_get_their_options():
     storage = build.build_model(ModelConfig(model="mlp"), (4,), 3).initialize().storage
     sgd = build.build_optimizer(
         OptimizationConfig(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.1), storage
@@ -66,8 +65,8 @@ def test_optimizers_get_their_options() -> None:
         assert muon.momentum == expected
 
 
-def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+def test_the_worker_gets_its_options(group, monkeypatch):
+    given = {}
     monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
     inputs = load_inputs(Config(), group, lambda _: None, Mesh())
 
@@ -96,7 +95,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_loaders_get_their_options(group: Group) -> None:
+def test_the_loaders_get_their_options(group):
     def inputs(**options: Any) -> Any:
         return load_inputs(assemble(options), group, lambda _: None, Mesh())
 
@@ -132,9 +131,7 @@ def test_the_loaders_get_their_options(group: Group) -> None:
 
 
 @pytest.mark.parametrize("dataset", ["iris", "digits"])
-def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
-    group: Group, dataset: str
-) -> None:
+def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group, dataset):
     def inputs(**options: Any) -> Any:
         return load_inputs(
             assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, Mesh()
@@ -158,7 +155,7 @@ def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
         assert augmented.test_loader.transform is None
 
 
-def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
+def test_a_fixed_order_has_the_same_microbatches_under_every_layout():
     """Or it would not have the same bits."""
     for options, stages, expected in (
         ({}, 1, 1),
@@ -171,7 +168,7 @@ def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
     assert count_microbatches(assemble({"reduction": "fixed"}), 2, 5) == 5
 
 
-def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
+def test_the_run_is_as_long_as_epochs_or_steps_say(group):
     inputs = load_inputs(Config(), group, lambda _: None, Mesh())
     assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12, 135)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
@@ -183,10 +180,10 @@ def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
     assert rate(5) == short.lr and 0 < rate(49) < 0.01 * short.lr and rate(50) == 0
 
 
-def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> None:
+def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for():
     """They have one between them: that of the options given, not of those before."""
 
-    def program(group: Group) -> None:
+    def program(group: Group):
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
         first, second, third = (
             load_inputs(item, group, lambda _: None, Mesh(dp=2)) for item in (iris, digits, iris)
@@ -198,7 +195,7 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
     simulate(program, ranks=2)
 
 
-def test_weights_of_the_classes() -> None:
+def test_weights_of_the_classes():
     train = Dataset("t", np.zeros((9, 2)), np.array([0] * 4 + [1] * 2 + [2] * 3), 3)
     assert build.weigh("balanced", train).tolist() == [0.75, 1.5, 1.0]
     assert build.weigh((0, 2, 5), train).tolist() == [0, 2, 5]
@@ -215,7 +212,7 @@ def test_weights_of_the_classes() -> None:
             parse(["--class-weights", *wrong.split()])
 
 
-def test_class_weights_are_the_same_in_every_layout(tmp_path: Path) -> None:
+def test_class_weights_are_the_same_in_every_layout(tmp_path):
     words = "--model mlp --dataset iris --dtype float64 --epochs 1 --quiet --label-smoothing 0.1"
     found = []
     for more in ("", "--pp 2", "--tp 2", "--zero 1", "--reduction fixed", "unweighted"):

@@ -50,11 +50,11 @@ def arrays_of(worker: Worker) -> dict[str, Array]:
     return {**worker.model.state(), **worker.state()[1].to_dict(everywhere=True)}
 
 
-def save_state(saver: Saver, worker: Worker, step: int) -> None:
+def save_state(saver: Saver, worker: Worker, step: int):
     saver.save(worker, step, state_values(worker, RunState(step=step, samples=9)))
 
 
-def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
+def save_at(worker: Worker, folder: RunFolder, group: Group, step: int):
     with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
         save_state(saver, worker, step)
         saver.wait()
@@ -84,9 +84,7 @@ LAYOUTS = (
 @pytest.mark.slow(MORE_LAYOUTS)
 @pytest.mark.host_only("the device's double takes long; test_resume.py resumes there")
 @pytest.mark.simulated(min_size=4, max_size=4)
-def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
-    group: Group, tmp_path: Path
-) -> None:
+def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(group, tmp_path):
     """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2,
     stages dealt out, parts of ZeRO's units.
     """
@@ -122,12 +120,10 @@ def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
         ({"optimizer": "sgd"}, "the state of AdamW, which SGD would misread"),
     ],
 )
-def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
-    group: Group, tmp_path: Path, options: dict[str, object], text: str
-) -> None:
+def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(group, tmp_path, options, text):
     folder = RunFolder(shared(group, tmp_path))
     save_at(make_worker(group), folder, group, step=4)
-    worker = make_worker(group, **options)  # type: ignore[arg-type]
+    worker = make_worker(group, **options)
     before, saved = fill(worker, -9.0), find(folder, group)
     result = told_on_all(
         group, lambda: restore(worker, saved, folder, RunState(samples=9)), CheckpointError
@@ -138,12 +134,12 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
 
 @pytest.mark.mpi
 def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_ones(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    group, tmp_path, monkeypatch
+):
     folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
     left, real = [0], CheckpointWriter.write
 
-    def full(self: CheckpointWriter, name: str, array: Array) -> None:
+    def full(self: CheckpointWriter, name: str, array: Array):
         left[0] -= 1
         if left[0] < 0:
             raise OSError(28, "No space left on device")
@@ -179,14 +175,14 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
 
 
 def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the_disk(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    group, tmp_path, monkeypatch
+):
     """Training goes on while the disk is slow; a run that ends with an error waits for it, too."""
     folder, worker, ready, real = RunFolder(tmp_path), make_worker(group), Event(), module.seal
     expected = {name: array.copy() for name, array in fill(worker, 1.0).items()}
     monkeypatch.setattr(module, "seal", lambda *file: ready.wait(60) and real(*file))
 
-    def fall() -> None:
+    def fall():
         with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
             save_state(saver, worker, 4)
             fill(worker, -9.0)
@@ -205,13 +201,11 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
 
 
 @pytest.mark.simulated
-def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
-    group: Group, tmp_path: Path
-) -> None:
+def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group, tmp_path):
     folder, worker, full = RunFolder(shared(group, tmp_path)), make_worker(group), [True]
 
     class Recorder(MetricsRecorder):
-        def sync(self) -> None:
+        def sync(self):
             if full:
                 raise OSError(28, "No space left on device")
 
@@ -234,7 +228,7 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
 
 
 @pytest.mark.simulated
-def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
+def test_other_layouts_are_told(group, tmp_path):
     folder = RunFolder(shared(group, tmp_path))
     save_at(make_worker(group), folder, group, step=4)
     file = folder.checkpoints / "step-00000004" / module.STATE_FILE
@@ -255,9 +249,7 @@ def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
         assert notices[1:] == [f"{words}: equal up to rounding"]
 
 
-def test_a_resumed_run_reads_its_checkpoint_once(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_reads_its_checkpoint_once(group, tmp_path, monkeypatch):
     out = tmp_path / "run"
     main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
     verified, read, real_get = [], [], TensorFile.__getitem__

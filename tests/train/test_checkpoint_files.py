@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -55,7 +55,7 @@ def names(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
-def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
+def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path):
     first, second = (save(tmp_path / name, make(7, 1.5), keep=1) for name in "ab")
     assert read_checkpoint(first).values == {"step": 7, "epoch": 2, "third": 1 / 3}
     assert names(first) == ["model.safetensors", "optimizer.safetensors", "state.json"]
@@ -63,7 +63,7 @@ def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path)
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_path):
     (tmp_path / "best").write_text("step-00000001\n")
     for step in (1, 2, 3, 10):
         save(tmp_path, make(step), keep=2)
@@ -72,7 +72,7 @@ def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_pat
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
 
 
-def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
+def test_an_older_step_saved_again_removes_the_future(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, make(step), keep=5)
     (tmp_path / "best").write_text("step-00000003\n")
@@ -83,7 +83,7 @@ def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
     assert result.model["w"][0, 0] == 9
 
 
-def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+def test_nothing_saved_yet_is_no_error(tmp_path):
     assert load_checkpoint(tmp_path / "absent") is None
     (tmp_path / ".step-00000004.tmp").mkdir()  # what a kill while saving the first one leaves
     assert load_checkpoint(tmp_path) is None
@@ -92,9 +92,7 @@ def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "stage", ["as_bytes", "seal", "write_synced", "sync_folder", "write_atomically", "_prune"]
 )
-def test_a_crash_while_saving_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
+def test_a_crash_while_saving_leaves_a_whole_checkpoint(tmp_path, monkeypatch, stage):
     save(tmp_path, make(1, 1.0), keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(module, stage, _crash)
@@ -108,14 +106,14 @@ def test_a_crash_while_saving_leaves_a_whole_checkpoint(
     assert names(tmp_path) == ["latest", "step-00000002"]
 
 
-def _crash(*_: object) -> None:
+def _crash(*_: object):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("room_bytes", [0, 100, 200, 300, 400, 600])
 def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
-) -> None:
+    tmp_path, monkeypatch, room_bytes
+):
     left = room_bytes
 
     class Disk(FileIO):
@@ -134,11 +132,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
-def cut(file: Path) -> None:
+def cut(file: Path):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def flip(file: Path) -> None:
+def flip(file: Path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
@@ -149,9 +147,7 @@ def flip(file: Path) -> None:
     [(cut, "bytes, not"), (flip, "is damaged: its SHA-256"), (Path.unlink, "is missing")],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_damage_is_found_and_an_older_checkpoint_taken(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
-) -> None:
+def test_damage_is_found_and_an_older_checkpoint_taken(tmp_path, name, damage, text):
     save(tmp_path, make(1), keep=3)
     newest = save(tmp_path, make(2), keep=3)
     damage(newest / name)
@@ -164,7 +160,7 @@ def test_damage_is_found_and_an_older_checkpoint_taken(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}', "[" * 10**5])
-def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
+def test_a_damaged_state_is_found(tmp_path, content):
     folder = save(tmp_path, make(1), keep=3)
     (folder / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json: damaged or missing"):
@@ -174,8 +170,8 @@ def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
 
 
 def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     save(tmp_path, make(1), keep=3)
     file = save(tmp_path, make(2), keep=3) / "state.json"
     file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
@@ -185,7 +181,7 @@ def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
     assert "state.json is damaged: its SHA-256" in result.notices[0]
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_another_format_is_refused(tmp_path):
     folder = save(tmp_path, make(1), keep=3)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
@@ -194,7 +190,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("latest", [None, "", "step-00000099\n", "../elsewhere\n"])
-def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str | None) -> None:
+def test_without_a_usable_latest_the_newest_is_taken(tmp_path, latest):
     for step in (1, 2):
         save(tmp_path, make(step), keep=3)
     (tmp_path / "latest").unlink()

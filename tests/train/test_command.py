@@ -13,14 +13,14 @@ from nnmpi.train.checkpoint import read_checkpoint
 from tests.train.jobs import lines, once, send, train
 
 
-def test_help_is_printed_once(tmp_path: Path) -> None:
+def test_help_is_printed_once(tmp_path):
     ending = train(tmp_path, "--help", ranks=2)
     assert ending.status == 0
     assert ending.output.count("usage: nnmpi train") == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "output"]
 
 
-def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile() -> None:
+def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile():
     """Each restart costs as much again: the planner, simulated ranks and readers of metadata are a
     tenth of it.
     """
@@ -45,14 +45,14 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
     assert result == ["collects: False", "collects: True", "too many: []"]
 
 
-def test_the_command_starts_its_ranks_as_the_launcher_does(tmp_path: Path) -> None:
+def test_the_command_starts_its_ranks_as_the_launcher_does(tmp_path):
     words = "--ranks 2 --model mlp --dataset iris --epochs 1 --out run"
     ending = train(tmp_path, words)
     assert ending.status == 0 and "dp 2, 2 ranks on 1 node" in ending.output
     assert json.loads((tmp_path / "run/finished.json").read_text())["ranks"] == 2
 
 
-def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+def test_wrong_use_is_one_sentence_and_status_2(tmp_path):
     """Which sentence to which words is in test_ranks and test_parse."""
     ending = train(tmp_path, "--lr -1", ranks=2)
     assert ending.status == 2
@@ -61,7 +61,7 @@ def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "output"]
 
 
-def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path):
     words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-every 1steps --out run"
     ending = train(tmp_path, words, ranks=2)
     assert ending.status == EX_DATAERR  # the supervisor's sign that this comes again
@@ -81,9 +81,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: 
         ("--simulate 2 --pp 2", "raise SystemExit(0)", "SystemExit(0)", "in a step"),
     ],
 )
-def test_a_model_that_ends_the_program_is_no_success(
-    tmp_path: Path, ranks: str, leave: str, told: str, when: str
-) -> None:
+def test_a_model_that_ends_the_program_is_no_success(tmp_path, ranks, leave, told, when):
     """Its status would be 0, and other ranks would wait for this one."""
     (tmp_path / "leaving.py").write_text(
         "import os\n\nfrom nnmpi import nn\n\n\n"
@@ -96,7 +94,7 @@ def test_a_model_that_ends_the_program_is_no_success(
     assert f"{told} before the end of the command" in ending.output
 
 
-def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path) -> None:
+def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path):
     ending = train(tmp_path, "--model mlp --dataset iris --epochs 2")
     assert ending.status == 0
     assert "1 rank on 1 node" in ending.output
@@ -106,7 +104,7 @@ def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path)
     assert json.loads((run / "config.json").read_text())["out"] == f"runs/{run.name}"
 
 
-def test_every_line_is_printed_once_on_several_ranks(tmp_path: Path) -> None:
+def test_every_line_is_printed_once_on_several_ranks(tmp_path):
     ending = train(tmp_path, "--model mlp --dataset iris --epochs 2 --out run", ranks=2)
     assert ending.status == 0
     printed = [line for line in ending.output.splitlines() if line]
@@ -116,7 +114,7 @@ def test_every_line_is_printed_once_on_several_ranks(tmp_path: Path) -> None:
     assert ending.output.count("test accuracy") == 3  # two epochs and the end
 
 
-def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
@@ -136,9 +134,7 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_keeps_what_was_done(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path, number):
     """Half a second is what Open MPI's leaves its ranks: on a busy machine once more."""
     tries = (interrupted(tmp_path / f"run-{number}-{attempt}", number) for attempt in range(3))
     latest = next(item for item in tries if item.exists())
@@ -171,9 +167,7 @@ def interrupted(run: Path, number: signal.Signals) -> Path:
         (1, signal.SIGINT, "ranks"),
     ],
 )
-def test_a_signal_saves_the_last_whole_step(
-    tmp_path: Path, ranks: int, number: signal.Signals, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_the_last_whole_step(tmp_path, ranks, number, to, monkeypatch):
     """To the launcher, too, where Open MPI's is told to hand SIGTERM on, as the scripts do."""
     monkeypatch.setenv("PRTE_MCA_ess_base_forward_signals", "15")
     run = tmp_path / f"run-{ranks}-{number}"
@@ -195,7 +189,7 @@ def test_a_signal_saves_the_last_whole_step(
     assert lines(metrics) == step
 
 
-def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path: Path) -> None:
+def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path):
     """Open MPI's launcher kills those who are not yet through when the first one ends, and may
     complain of them.
     """

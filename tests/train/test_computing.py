@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from nnmpi import Group, models, simulate
+from nnmpi import models, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.base.launcher import VARIABLES
@@ -33,7 +33,7 @@ def threads() -> set[int]:
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a BLAS has one thread here in any case")
-def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch):
     """A process of its own and simulated ranks; what was there comes back."""
     loaded_pools.cache_clear()  # another test may have loaded a second BLAS since, as SciPy has one
     with threadpoolctl.threadpool_limits(2, "blas"):
@@ -79,7 +79,7 @@ def work(words: list[str], train: Dataset) -> float:
     )
 
 
-def test_how_much_a_run_multiplies() -> None:
+def test_how_much_a_run_multiplies():
     """A convolution's weights once for each pixel, a language model's for each token; --max-steps
     may end it early.
     """
@@ -110,13 +110,13 @@ def test_how_much_a_run_multiplies() -> None:
     ],
 )
 def test_when_numbas_kernels_compute(
-    group: Group,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    version: str,
-    chosen: str,
-    said: str,
-) -> None:
+    group,
+    monkeypatch,
+    words,
+    version,
+    chosen,
+    said,
+):
     """Where it is installed and the run is long enough, or where it is asked for."""
     monkeypatch.setattr(computing, "installed_numba", lambda: version)
     monkeypatch.setattr(computing, "_loads", lambda: True)
@@ -132,9 +132,7 @@ def test_when_numbas_kernels_compute(
 @pytest.mark.parametrize(
     ("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)]
 )
-def test_one_rank_without_numba_is_enough(
-    group: Group, monkeypatch: pytest.MonkeyPatch, name: str, has: Any, lacks: Any
-) -> None:
+def test_one_rank_without_numba_is_enough(group, monkeypatch, name, has, lacks):
     """All ranks take the same kernels: those that each of them has."""
     if group.is_root:
         answers = iter([has] * (group.size - 1) + [lacks])
@@ -158,9 +156,7 @@ def weights(folder: Path) -> list[Any]:
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
-def test_a_choice_is_that_of_the_option_and_stays(
-    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_choice_is_that_of_the_option_and_stays(group, monkeypatch, tmp_path):
     """A run that takes numba's kernels by itself has the bits of one that is told to, and when it
     goes on, too.
     """
@@ -194,7 +190,7 @@ def test_a_choice_is_that_of_the_option_and_stays(
     assert weights(tmp_path / "plain")[1] == "off"
 
 
-def test_a_short_run_does_not_load_numba(tmp_path: Path) -> None:
+def test_a_short_run_does_not_load_numba(tmp_path):
     """Loading it takes longer than iris."""
     words = [*IRIS[:-1], "2", "--quiet", "--out", str(tmp_path / "run")]
     program = (

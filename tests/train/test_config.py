@@ -3,7 +3,6 @@ would work.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ WRONG_SCHEDULES = (
     "step:1e300,0.1",
     "step:10",
 )
-WRONG: dict[type, list[tuple[dict[str, Any], str]]] = {
+WRONG = {
     ModelConfig: [
         ({"hidden": (3, 0), "model": "mlp"}, "--hidden is 3,0; give whole numbers, 1"),
         ({"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
@@ -99,16 +98,14 @@ WRONG: dict[type, list[tuple[dict[str, Any], str]]] = {
     ("section", "values", "text"),
     [pytest.param(section, *row, id=row[1]) for section, rows in WRONG.items() for row in rows],
 )
-def test_wrong_values_are_refused_with_a_sentence(
-    section: type, values: dict[str, Any], text: str
-) -> None:
+def test_wrong_values_are_refused_with_a_sentence(section, values, text):
     with pytest.raises(UsageError) as caught:
         section(**values)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_defaults_and_edges_are_accepted() -> None:
+def test_defaults_and_edges_are_accepted():
     assert Config().model.model == "cnn"
     ModelConfig(model="mlp", hidden=())
     ModelConfig(model="mlp", hidden=(1,), dropout=0.0, activation="gelu")
@@ -118,6 +115,6 @@ def test_defaults_and_edges_are_accepted() -> None:
     RunConfig(eval_every=Every("0"), save_every=Every("3steps"))
 
 
-def test_sections_cannot_be_changed() -> None:
+def test_sections_cannot_be_changed():
     with pytest.raises(AttributeError):
-        Config().run.seed = 3  # type: ignore[misc]
+        Config().run.seed = 3

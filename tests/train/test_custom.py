@@ -105,7 +105,7 @@ def data():
 
 
 @pytest.fixture(autouse=True)
-def student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def student(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
 
@@ -123,7 +123,7 @@ def run(words: str, ranks: int) -> list[float]:
     ]
 
 
-def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
+def test_all_that_is_ones_own_trains_as_what_is_built_in():
     """The same losses, with everything of one's own at once, on ranks and on stages."""
     plain = run(
         "--optimizer sgd --lr 0.1 --lr-schedule constant --reduction fixed --microbatches 4", 1
@@ -143,7 +143,7 @@ def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
     )
 
 
-def test_a_callback_is_told_each_record_once() -> None:
+def test_a_callback_is_told_each_record_once():
     """On rank 0 of two, what the file holds."""
     losses = run("--callback own.py:note", 2)
     noted = [line.split() for line in Path("noted.txt").read_text().splitlines()]
@@ -183,7 +183,7 @@ def test_a_callback_is_told_each_record_once() -> None:
         ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
     ],
 )
-def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None:
+def test_what_is_wrong_is_said_before_it_runs(words, sentence):
     """With the fault; nobody hangs."""
     sentence = sentence.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises((UsageError, ScheduleError), match=sentence):
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None
 
 
 @pytest.fixture
-def trained(file: Path, tmp_path: Path) -> Path:
+def trained(file, tmp_path):
     """Return the folder of a run of a model of one's own."""
     words = f"--dataset iris --model {file}:build --epochs 1 --out {tmp_path}/run"
     on_ranks(train, words)
@@ -199,14 +199,12 @@ def trained(file: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["load", "evaluate", "predict", "export", "resume"])
-def test_code_that_a_run_names_is_executed_only_on_the_users_word(
-    command: str, trained: Path
-) -> None:
+def test_code_that_a_run_names_is_executed_only_on_the_users_word(command, trained):
     """The folder may be somebody else's."""
     names = "sepal_length_cm,sepal_width_cm,petal_length_cm,petal_width_cm"
     (trained.parent / "rows.csv").write_text(f"{names}\n5,3,1,0\n")
 
-    def use(*trust: str) -> None:
+    def use(*trust: str):
         words = [
             str(trained),
             *([str(trained.parent / "rows.csv")] if command == "predict" else []),
@@ -243,7 +241,7 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
         "nnmpi.py",
     ],
 )
-def test_a_source_that_only_looks_like_nnmpis_is_foreign(source: str) -> None:
+def test_a_source_that_only_looks_like_nnmpis_is_foreign(source):
     """A folder may have any name; what decides is the part that would be loaded."""
     assert is_foreign(f"{source}:build")
     assert not is_foreign("nnmpi.optim.muon:Muon")
@@ -251,9 +249,7 @@ def test_a_source_that_only_looks_like_nnmpis_is_foreign(source: str) -> None:
     assert custom is not None and (custom.source, custom.function) == (source, "build")
 
 
-def test_a_folder_with_a_colon_runs_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_a_colon_runs_no_code(tmp_path, monkeypatch):
     """The folder's name passes for a module of nnmpi up to the first colon."""
     monkeypatch.chdir(tmp_path)
     run = Path("nnmpi.run:1")
@@ -271,7 +267,7 @@ def test_a_folder_with_a_colon_runs_no_code(
             act()
 
 
-def test_code_that_is_named_again_or_replaced_needs_no_word(trained: Path) -> None:
+def test_code_that_is_named_again_or_replaced_needs_no_word(trained):
     values = read_json(trained / "config.json") | {"callback": "evil.py:never"}
     write_json(trained / "config.json", values)
     (own := trained.parent / "own.py").write_text("def see(record):\n    pass\n")
@@ -280,7 +276,7 @@ def test_code_that_is_named_again_or_replaced_needs_no_word(trained: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["console.txt", "metrics.jsonl", "starts.jsonl"])
-def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link_in_a_run(name, tmp_path):
     """It may lead to a file of the user's own, far from the run."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
     on_ranks(train, f"--dataset iris --model mlp --epochs 1 --out {folder}")
@@ -296,7 +292,7 @@ def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "text", ["raise SystemExit(0)", "def steps(rank, size):\n    raise SystemExit(0)\n"]
 )
-def test_a_file_that_ends_the_program_proves_nothing(text: str, tmp_path: Path) -> None:
+def test_a_file_that_ends_the_program_proves_nothing(text, tmp_path):
     """Its status would be that of a proof."""
     file = tmp_path / "own.py"
     file.write_text(text)
@@ -341,14 +337,14 @@ def empty(sample_shape, classes):
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """Return a file with models."""
     path = tmp_path / "net.py"
     path.write_text(NET)
     return path
 
 
-def test_a_model_from_a_module() -> None:
+def test_a_model_from_a_module():
     model = build_model(ModelConfig("nnmpi.models:cnn"), (8, 8, 1), 3).initialize()
     assert model.storage.size > 0
 
@@ -367,14 +363,12 @@ def test_a_model_from_a_module() -> None:
         ("no.such.module:build", "there is no module no.such.module"),
     ],
 )
-def test_what_is_wrong_is_said(file: Path, name: str, sentence: str) -> None:
+def test_what_is_wrong_is_said(file, name, sentence):
     with pytest.raises(UsageError, match=sentence):
         build_model(ModelConfig(name.format(file=file, folder=file.parent)), (4,), 3)
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(file, monkeypatch):
     lock(file.parent, monkeypatch)
     with pytest.raises(
         UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"
@@ -382,12 +376,12 @@ def test_a_file_that_cannot_be_read_is_one_sentence(
         build_model(ModelConfig(f"{file}:build"), (4,), 3)
 
 
-def test_a_fault_inside_the_function_is_not_hidden(file: Path) -> None:
+def test_a_fault_inside_the_function_is_not_hidden(file):
     with pytest.raises(TypeError, match="unsupported operand"):
         build_model(ModelConfig(f"{file}:broken"), (4,), 3)
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names(tmp_path):
     assert is_custom("a/b.py:net")
     assert not is_custom("cnn")
     assert not is_custom(":net")
@@ -410,9 +404,7 @@ def test_names(tmp_path: Path) -> None:
         ("(): ...", r"too many positional arguments; define f\(record\)"),
     ],
 )
-def test_a_callback_of_the_wrong_form_is_a_sentence(
-    tmp_path: Path, body: str, sentence: str
-) -> None:
+def test_a_callback_of_the_wrong_form_is_a_sentence(tmp_path, body, sentence):
     """Also one that leaves by status 0: the run has not come to its end."""
     (tmp_path / "cb.py").write_text(f"def f{body}\n")
     words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet"
@@ -425,9 +417,7 @@ def test_a_callback_of_the_wrong_form_is_a_sentence(
 
 @pytest.mark.parametrize("spelling", [["nnmpi"], [sys.executable, "-m", "nnmpi"]])
 @pytest.mark.parametrize("name", ["mine.py:relay", "inner/mine.py:relay", "package.mine:relay"])
-def test_a_file_may_import_what_lies_beside_it(
-    tmp_path: Path, spelling: list[str], name: str
-) -> None:
+def test_a_file_may_import_what_lies_beside_it(tmp_path, spelling, name):
     """In both spellings of a command, whose first folder of modules differs."""
     for folder in (tmp_path, tmp_path / "inner", tmp_path / "package"):
         folder.mkdir(exist_ok=True)

@@ -5,7 +5,6 @@ from typing import cast
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import REMEDY
 from nnmpi.base.errors import DeviceError
@@ -17,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_the_host_has_nothing_to_say(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_has_nothing_to_say(group, monkeypatch):
     """Unless it was chosen automatically, and one rank could be meant to use a device, or somebody
     asks.
     """
@@ -39,7 +38,7 @@ class _FullDevice:
         return DeviceError(f"the device has no room for more ({error}); {REMEDY}")
 
 
-def test_a_full_device_names_the_options_that_help() -> None:
+def test_a_full_device_names_the_options_that_help():
     with pytest.raises(DeviceError) as caught, explain_errors(cast("Backend", _FullDevice())):
         raise RuntimeError("out of memory")
     assert (

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import nnmpi.train.loop as training
-from nnmpi import Group
 from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
@@ -19,7 +18,7 @@ from tests.data.locked import lock
 from tests.harness.commands import on_ranks
 
 
-def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
+def test_the_resolved_configuration_lies_in_the_folder(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b")
     folder.check_free()
     folder.create(flatten(Config()))
@@ -27,13 +26,13 @@ def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
     assert [item.name for item in folder.path.iterdir()] == ["config.json"]
 
 
-def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused(tmp_path):
     RunFolder(tmp_path).create(flatten(Config()))
     with pytest.raises(UsageError, match=f"already holds a run .* with --resume {tmp_path}"):
         RunFolder(tmp_path).check_free()
 
 
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_folder_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(UsageError, match="is a file"):
@@ -42,9 +41,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(file / "below").create(flatten(Config()))
 
 
-def test_a_place_that_the_system_refuses_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_the_system_refuses_is_named_with_its_reason(tmp_path, monkeypatch):
     with pytest.raises(
         UsageError,
         match=r"--out .*aaa cannot be written \(File name too long\); give a writable folder",
@@ -63,7 +60,7 @@ def test_a_place_that_the_system_refuses_is_named_with_its_reason(
         default_folder(Config(), tmp_path)
 
 
-def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
+def test_default_names_are_not_taken_twice(tmp_path):
     """By jobs that begin in the same second, of which none has written anything yet."""
     result = {default_folder(Config(), tmp_path) for _ in range(3)}
     assert len(result) == 3
@@ -72,23 +69,21 @@ def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_is_refused_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LayoutError):
         on_ranks(main, "--dataset iris --model mlp --pp 7", 7)
     assert not list(Path("runs").iterdir())
 
 
-def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path: Path) -> None:
-    def killed(file: Path, content: bytes, root: Path | None = None) -> None:
+def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path):
+    def killed(file: Path, content: bytes, root: Path | None = None):
         file.write_bytes(content[:3])
         os._exit(9)
 
     child = os.fork()
     if child == 0:
-        files.write_synced = killed  # type: ignore[assignment]
+        files.write_synced = killed
         write_atomically(tmp_path / "latest", b"step-1")
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 1
@@ -99,7 +94,7 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path:
 # One job at a time writes a run.
 
 
-def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_has_one_holder_at_a_time(tmp_path):
     with locked(tmp_path):
         assert is_locked(tmp_path)
         with pytest.raises(UsageError, match="in use"), locked(tmp_path, 0.0):
@@ -107,9 +102,7 @@ def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
 
 
-def test_a_run_in_use_is_neither_resumed_nor_written_over(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_use_is_neither_resumed_nor_written_over(group, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "PATIENCE_S", 0.0)
     run, words = tmp_path / "run", "--model mlp --dataset iris --max-steps 2"
     main(f"{words} --out {run}".split(), group)
@@ -123,9 +116,7 @@ def test_a_run_in_use_is_neither_resumed_nor_written_over(
     main(f"--resume {run} --max-steps 3".split(), group)
 
 
-def test_a_current_folder_that_is_gone_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_current_folder_that_is_gone_does_not_end_a_run(tmp_path, monkeypatch):
     """A job's scratch folder was removed; the run is elsewhere."""
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
@@ -135,7 +126,7 @@ def test_a_current_folder_that_is_gone_does_not_end_a_run(
     assert (tmp_path / "run" / "finished.json").is_file()
 
 
-def test_a_pipe_in_a_run_is_not_opened(tmp_path: Path) -> None:
+def test_a_pipe_in_a_run_is_not_opened(tmp_path):
     """Nobody writes into it, so that its reader would wait for ever."""
     folder = RunFolder(tmp_path)
     folder.create(flatten(Config()))

@@ -1,11 +1,7 @@
 """Runs with the fused update are resumed to the same bits."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from nnmpi import Group
 from tests.train.jobs import arrays
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,9 +13,7 @@ WORDS = (
 
 
 @pytest.mark.mpi(min_size=2)
-def test_it_goes_on_where_it_was(
-    group: Group, train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_on_where_it_was(group, train, capsys):
     fused = train(f"{WORDS} --max-steps 6")
     text = capsys.readouterr().out
     broken = train(f"{WORDS} --max-steps 4")

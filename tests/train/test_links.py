@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ OPTIONS = "--model gpt --features 8 --heads 2 --layers 1 --context 8 --max-steps
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Return the folder of a finished run with every file that a run has."""
     place = tmp_path_factory.mktemp("links")
     (place / "text.txt").write_text("the quick brown fox\n" * 20)
@@ -39,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-ACTS: dict[str, Callable[[Path], object]] = {
+ACTS = {
     "resume": lambda run: on_ranks(train, ["--resume", str(run), "--max-steps", "4"]),
     "evaluate": lambda run: on_ranks(evaluate.main, [str(run)]),
     "export": lambda run: on_ranks(export.main, [str(run)]),
@@ -51,9 +50,7 @@ WRITTEN_LATER = ("flight", "faults.jsonl", "flight/rank-0.txt", "checkpoints/ste
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_run_with_a_link_is_refused_and_nothing_is_changed(
-    base: Path, tmp_path: Path, act: str
-) -> None:
+def test_a_run_with_a_link_is_refused_and_nothing_is_changed(base, tmp_path, act):
     """Every file and folder of a run, also those of a stall and of a supervisor."""
     names = sorted(f"{path.relative_to(base)}" for path in base.rglob("*"))
     assert len(names) > 20
@@ -72,15 +69,13 @@ def test_a_run_with_a_link_is_refused_and_nothing_is_changed(
         shutil.rmtree(run)
 
 
-def test_a_new_run_begins_in_no_folder_with_a_link(tmp_path: Path) -> None:
+def test_a_new_run_begins_in_no_folder_with_a_link(tmp_path):
     (tmp_path / "flight").symlink_to("/tmp")
     with pytest.raises(UsageError, match="flight is a link"):
         RunFolder(tmp_path).check_free()
 
 
-def test_a_folder_that_vanishes_meanwhile_is_no_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_vanishes_meanwhile_is_no_link(tmp_path, monkeypatch):
     """The job before is still removing a checkpoint."""
     checkpoint = tmp_path / "checkpoints" / "step-5"
     checkpoint.mkdir(parents=True)
@@ -96,11 +91,11 @@ def test_a_folder_that_vanishes_meanwhile_is_no_link(
     assert not checkpoint.exists()
 
 
-def write_checkpoint(run: Path) -> None:
+def write_checkpoint(run: Path):
     CheckpointWriter(run / "checkpoints", 1, run).begin()
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
+WRITERS = {
     "checkpoints": write_checkpoint,
     "checkpoints/.step-00000001.tmp": lambda run: files.write_synced(
         run / "checkpoints" / ".step-00000001.tmp" / "state.json", b"x", run
@@ -115,7 +110,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_that_appears_while_a_run_goes_on_is_not_followed(tmp_path: Path, name: str) -> None:
+def test_a_link_that_appears_while_a_run_goes_on_is_not_followed(tmp_path, name):
     """What is checked at the start may have changed since."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     (run / "checkpoints").mkdir(parents=True)
@@ -129,20 +124,20 @@ def test_a_link_that_appears_while_a_run_goes_on_is_not_followed(tmp_path: Path,
     assert [*elsewhere.iterdir()] == [elsewhere / "metrics.jsonl"]
 
 
-def test_removing_removes_the_link_alone(tmp_path: Path) -> None:
+def test_removing_removes_the_link_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "link").symlink_to("kept")
     files.remove_folder(tmp_path / "link", tmp_path)
     assert [*tmp_path.iterdir()] == [tmp_path / "kept"]
 
 
-def test_the_folder_that_the_user_names_may_be_a_link(base: Path, tmp_path: Path) -> None:
+def test_the_folder_that_the_user_names_may_be_a_link(base, tmp_path):
     """As runs/latest is."""
     os.symlink(base, tmp_path / "latest")
     assert nnmpi.load(tmp_path / "latest").step == 2
 
 
-def test_a_file_is_replaced_and_what_a_link_there_leads_to_stays(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_what_a_link_there_leads_to_stays(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "torch.safetensors").symlink_to("precious")
     save_arrays(tmp_path / "torch.safetensors", {"x": np.zeros(2)})

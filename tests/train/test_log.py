@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 from shlex import join
 
 import pytest
@@ -20,14 +19,14 @@ from tests.harness.commands import on_ranks
 from tests.harness.job import mpirun, run
 
 
-def test_a_quiet_console_prints_nothing() -> None:
+def test_a_quiet_console_prints_nothing():
     loud, quiet = io.StringIO(), io.StringIO()
     Console(False, loud).say("a", "b")
     Console(True, quiet).say("a")
     assert (loud.getvalue(), quiet.getvalue()) == ("a\nb\n", "")
 
 
-def test_a_closed_stream_is_survived() -> None:
+def test_a_closed_stream_is_survived():
     class Closed(io.StringIO):
         calls = 0
 
@@ -41,7 +40,7 @@ def test_a_closed_stream_is_survived() -> None:
     assert Closed.calls == 1
 
 
-def test_a_stream_without_all_letters_gets_the_others() -> None:
+def test_a_stream_without_all_letters_gets_the_others():
     """Where the system's language is not UTF-8."""
     bytes_ = io.BytesIO()
     console = Console(False, io.TextIOWrapper(bytes_, "latin-1"))
@@ -50,7 +49,7 @@ def test_a_stream_without_all_letters_gets_the_others() -> None:
     assert bytes_.getvalue() == b"\xe9 \\U0001f600\nb\n"
 
 
-def test_percent() -> None:
+def test_percent():
     assert percent(0.98056) == "98.06 %"
 
 
@@ -70,12 +69,12 @@ def shell(command: str, end: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", [">&-", "| head -n 1", "> /dev/full"])
-def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command: str) -> None:
+def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command):
     assert shell(command) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["> /dev/null", "| head -n 1", "> /dev/full"])
-def test_what_could_not_be_written_is_an_error_for_those_who_ask(command: str) -> None:
+def test_what_could_not_be_written_is_an_error_for_those_who_ask(command):
     status, text = shell(command, "c.finish()")
     assert status == int("full" in command)
     assert ("could not be written: No space left on device" in text) == bool(status)
@@ -101,15 +100,13 @@ TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
         ),
     ],
 )
-def test_hosts_are_compared_with_one(times: dict[str, float], hosts: int, words: str) -> None:
+def test_hosts_are_compared_with_one(times, hosts, words):
     text = compare_hosts(Totals(**TIMES, **times), hosts)
     assert re.search(words, text), text
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_run_on_several_hosts_is_compared_once(
-    nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_several_hosts_is_compared_once(nodes, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Group, "nodes", lambda group: [rank % nodes for rank in range(group.size)])
     words = f"--dataset iris --model mlp --epochs 2 --log-every 1 --out {tmp_path / 'run'}"
     on_ranks(main, words, 2)
@@ -117,7 +114,7 @@ def test_a_run_on_several_hosts_is_compared_once(
 
 
 @pytest.mark.parametrize("start", [[], mpirun(1)])
-def test_a_terminal_is_known_under_a_launcher_too(start: list[str], tmp_path: Path) -> None:
+def test_a_terminal_is_known_under_a_launcher_too(start, tmp_path):
     """Open MPI gives each rank a terminal, so its own output counts."""
     program = "from nnmpi.base.command import Console; print('seen', Console(False).is_terminal)"
     line = join([*start, sys.executable, "-c", program])

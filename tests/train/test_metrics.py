@@ -21,7 +21,7 @@ def train(step: int) -> dict[str, Any]:
     return {"kind": "train", "global_step": step, "loss": 1 / step}
 
 
-def write(file: Path, *records: dict[str, Any]) -> None:
+def write(file: Path, *records: dict[str, Any]):
     with MetricsRecorder(RunFolder(file.parent)) as recorder:
         for record in records:
             recorder.write(record)
@@ -33,13 +33,13 @@ def steps(file: Path) -> list[int]:
     return [item["global_step"] for item in read_metrics(file)]
 
 
-def test_an_existing_file_is_continued(tmp_path: Path) -> None:
+def test_an_existing_file_is_continued(tmp_path):
     write(tmp_path / "metrics.jsonl", train(1))
     write(tmp_path / "metrics.jsonl", train(2))
     assert steps(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_become_null(tmp_path):
     write(
         tmp_path / "metrics.jsonl",
         {"global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0},
@@ -51,7 +51,7 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rest", ['{"kind": "tra', '{"kind": "train", "global_step": 3, "loss": 0.3', "\x00\x00"]
 )
-def test_a_cut_last_line_is_dropped(tmp_path: Path, rest: str) -> None:
+def test_a_cut_last_line_is_dropped(tmp_path, rest):
     file = tmp_path / "metrics.jsonl"
     write(file, train(1), train(2))
     with file.open("a") as stream:
@@ -62,13 +62,13 @@ def test_a_cut_last_line_is_dropped(tmp_path: Path, rest: str) -> None:
     assert steps(file) == [1, 2, 3]
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
     with pytest.raises(ValueError, match="Expecting"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     evaluation = {"kind": "eval", "global_step": 2}
     write(file, train(1), train(2), evaluation, {"kind": "test", "global_step": 2}, train(3))
@@ -81,7 +81,7 @@ def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> Non
     assert cut_metrics(tmp_path / "absent", 2) == 0
 
 
-def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path):
     """Half a line stayed, and the run ended in the middle of a step."""
     file, records = (
         tmp_path / "metrics.jsonl",
@@ -106,9 +106,7 @@ def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) 
 
 @pytest.mark.parametrize("moved", ["run", "run/metrics.jsonl"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_folder_that_was_removed_is_not_made_again(
-    tmp_path: Path, moved: str, again: bool
-) -> None:
+def test_a_folder_that_was_removed_is_not_made_again(tmp_path, moved, again):
     """Half of it came back, which nothing could be resumed from; a file's lines went nowhere."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
@@ -126,19 +124,19 @@ def test_a_folder_that_was_removed_is_not_made_again(
 # Totals are sums over samples and steps, divided once.
 
 
-def test_a_mean_weighs_samples_not_steps() -> None:
+def test_a_mean_weighs_samples_not_steps():
     full = Totals(steps=1, samples=60, targets=60, loss_sum=60 * 1.0, score_sum=30)
     short = Totals(steps=1, samples=20, targets=20, loss_sum=20 * 3.0, score_sum=20)
     both = full.plus(short)
     assert (both.steps, both.samples, both.loss, both.accuracy) == (2, 80, 1.5, 0.625)
 
 
-def test_json_keeps_every_bit() -> None:
+def test_json_keeps_every_bit():
     totals = Totals(3, 7, 9, 0.1 + 0.2, 1 / 3, 1e-9, 2**-40, 0.7, 1.1)
     assert Totals(**json.loads(json.dumps(asdict(totals)))) == totals
 
 
-def test_breakdown_adds_up_to_the_step() -> None:
+def test_breakdown_adds_up_to_the_step():
     totals = Totals(steps=10, samples=100, compute_s=0.6, sync_s=0.2, input_s=0.1, wall_s=1.0)
     assert (
         totals.breakdown()
@@ -148,7 +146,7 @@ def test_breakdown_adds_up_to_the_step() -> None:
     assert totals.samples_per_second == pytest.approx(100.0)
 
 
-def test_communication_is_told_per_step_beside_its_prediction() -> None:
+def test_communication_is_told_per_step_beside_its_prediction():
     totals = Totals(steps=10, sync_s=0.3, hidden_s=0.1, comm_bytes=20 * 2**20, comm_calls=25)
     assert (
         totals.communication()
@@ -159,7 +157,7 @@ def test_communication_is_told_per_step_beside_its_prediction() -> None:
     assert known.communication().endswith("predicted 5 ms")
 
 
-def test_several_workers_gradients_add_up_to_the_steps_time() -> None:
+def test_several_workers_gradients_add_up_to_the_steps_time():
     """Two workers, one of which computes a whole segment of 4 steps at one gradient."""
     totals = (
         Totals(steps=4, compute_s=3.6, sync_s=0.4)

@@ -1,7 +1,6 @@
 """The names, types and conversion of options; the list of names is frozen here."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,7 +35,7 @@ keep_best early_stopping least_gain stall_limit
 """
 
 
-def test_the_list_of_options_is_frozen() -> None:
+def test_the_list_of_options_is_frozen():
     assert list(all_options()) == NAMES.split()
     # and no two sections have an option of the same name
     assert len(all_options()) == sum(
@@ -44,7 +43,7 @@ def test_the_list_of_options_is_frozen() -> None:
     )
 
 
-def test_flatten_and_assemble_are_inverse() -> None:
+def test_flatten_and_assemble_are_inverse():
     config = Config(
         optimization=OptimizationConfig(epochs=3, batch_size="full"), run=RunConfig(out=Path("a/b"))
     )
@@ -54,7 +53,7 @@ def test_flatten_and_assemble_are_inverse() -> None:
     assert assemble(flat) == config
 
 
-def test_names_may_be_written_with_dashes() -> None:
+def test_names_may_be_written_with_dashes():
     assert check({"batch-size": 3, "log_every": 2}, "x") == {"batch_size": 3, "log_every": 2}
 
 
@@ -79,13 +78,13 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"clip": "no"}, "x: clip is 'no'; it must be a number"),
     ],
 )
-def test_wrong_values_from_files_are_refused(flat: dict[str, Any], text: str) -> None:
+def test_wrong_values_from_files_are_refused(flat, text):
     with pytest.raises(UsageError) as caught:
         check(flat, "x")
     assert str(caught.value) == text
 
 
-def test_values_mean_what_they_mean_on_the_command_line() -> None:
+def test_values_mean_what_they_mean_on_the_command_line():
     assert check({"lr": 1, "hidden": 3, "clip": None, "jit": False}, "x") == {
         "lr": 1.0,
         "hidden": (3,),
@@ -107,6 +106,6 @@ def test_values_mean_what_they_mean_on_the_command_line() -> None:
         ("--jit auto", "auto"),
     ],
 )
-def test_every_form_of_a_switch_is_read(words: str, jit: str) -> None:
+def test_every_form_of_a_switch_is_read(words, jit):
     assert parse(words.split()).run.jit == jit
     assert assemble({"jit": {"on": True, "off": False}.get(jit, jit)}).run.jit == jit

@@ -20,11 +20,11 @@ from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
 
 
-def test_no_words_give_the_defaults() -> None:
+def test_no_words_give_the_defaults():
     assert parse([]) == Config()
 
 
-def test_flat_names_reach_their_sections() -> None:
+def test_flat_names_reach_their_sections():
     words = "--model mlp --hidden 50 20 --batch-size full --lr=0.5 --no-jit --data-dir d --dp 2"
     config = parse(words.split())
     assert config.model.hidden == (50, 20)
@@ -44,9 +44,7 @@ def test_flat_names_reach_their_sections() -> None:
         ("-n 1", 0),
     ],
 )
-def test_ranks_are_started_by_the_launcher(
-    words: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_started_by_the_launcher(words, ranks, monkeypatch):
     monkeypatch.setattr(cli, "idle_cores", lambda: 6)
     monkeypatch.setattr(cli, "read_launch", lambda _: None)
     start, _, left = " ".join(rank_command(words.split())).partition(" -m nnmpi.train")
@@ -54,7 +52,7 @@ def test_ranks_are_started_by_the_launcher(
     assert "-n" not in left and "--ranks" not in left and "auto" not in left
 
 
-def test_ranks_are_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_started_once(tmp_path, monkeypatch):
     """What says otherwise twice is refused; a file, which any number of ranks may read, cannot."""
     file = tmp_path / "run.toml"
     file.write_text("ranks = 2\n")
@@ -70,7 +68,7 @@ def test_ranks_are_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert text in str(caught.value)
 
 
-def test_help_lists_every_option_once_with_help() -> None:
+def test_help_lists_every_option_once_with_help():
     with pytest.raises(HelpAsked) as caught:
         parse(["--lr", "wrong", "--config", "absent.toml", "--help", "all"])
     text = str(caught.value)
@@ -80,7 +78,7 @@ def test_help_lists_every_option_once_with_help() -> None:
     assert "\x1b" not in text
 
 
-def test_help_is_short_or_on_a_group() -> None:
+def test_help_is_short_or_on_a_group():
     """Without a word the options of the first week, with an option those of its group."""
     text = {}
     for topic in ("", "all", "pp"):
@@ -92,7 +90,7 @@ def test_help_is_short_or_on_a_group() -> None:
     assert "--virtual-stages" in text["pp"] and "--lr " not in text["pp"]
 
 
-def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
+def test_command_line_over_file_over_defaults(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\njit = false\n'
@@ -104,7 +102,7 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     assert parse(["--config", str(file), "--momentum", "0", "--jit"]).run.jit == "on"
 
 
-def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
+def test_resumed_options_lie_between_defaults_and_file(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     before = flatten(
@@ -251,14 +249,14 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_each_fault_is_one_sentence(words: str, text: str) -> None:
+def test_each_fault_is_one_sentence(words, text):
     with pytest.raises(UsageError) as caught:
         parse(words.split())
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_of_options_has_no_line_of_made_code() -> None:
+def test_an_error_of_options_has_no_line_of_made_code():
     """Python makes a dataclass's __init__, in which the options are checked, from a text."""
     with pytest.raises(UsageError) as caught:
         Layout(tp=2, reduction="fixed")
@@ -266,7 +264,7 @@ def test_an_error_of_options_has_no_line_of_made_code() -> None:
     assert any("test_parse.py" in line for line in lines_of(caught.value))
 
 
-def test_an_error_has_no_lines_of_a_library_that_nnmpi_calls(tmp_path: Path) -> None:
+def test_an_error_has_no_lines_of_a_library_that_nnmpi_calls(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.array([{}], dtype=object), y=np.zeros(1))
     with pytest.raises(DataError) as caught:
         load(str(tmp_path / "x.npz"))
@@ -274,14 +272,12 @@ def test_an_error_has_no_lines_of_a_library_that_nnmpi_calls(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", ["--sp 2", "--pp 2 --zero 3", "--tp 2 --expert-parallel"])
-def test_experts_meet_every_axis(words: str) -> None:
+def test_experts_meet_every_axis(words):
     config = parse(f"--model gpt --dataset paradise-lost --experts 4 {words}".split())
     assert config.model.experts == 4
 
 
-def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(tmp_path, monkeypatch):
     lock(tmp_path, monkeypatch)
     with pytest.raises(
         UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give a readable"
@@ -289,7 +285,7 @@ def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
         parse(["--resume", str(tmp_path / "run")])
 
 
-def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_not_read_from_what_may_have_no_end(monkeypatch):
     monkeypatch.setattr(
         Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends")
     )
@@ -302,7 +298,7 @@ def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["--out", "--resume", "--config", "--data-dir"])
 @pytest.mark.parametrize("form", [["{}", ""], ["{}="]])
-def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
+def test_an_empty_path_is_not_this_folder(name, form):
     with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} out$"):
         parse(["--epochs", "3", *(item.format(name) for item in form)])
 
@@ -324,7 +320,7 @@ def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
         ("\ufeffbatch-size = 2\nbatch_size = 3", "batch_size is given twice"),
     ],
 )
-def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str) -> None:
+def test_faults_of_a_file_name_the_file(tmp_path, content, text):
     file = tmp_path / "run.toml"
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
@@ -345,7 +341,7 @@ def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str)
         "--no-normalize",
     ],
 )
-def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
+def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path, words):
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
     with pytest.raises(UsageError, match=f"which cannot change to {words}; leave it out"):
         parse(["--resume", str(tmp_path), *words.split()])
@@ -354,7 +350,7 @@ def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str
         parse(["--resume", str(tmp_path), "--normalize"])
 
 
-def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
+def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dataset": "here/a.csv", "model": "mlp"}))
     assert (
         parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
@@ -367,13 +363,13 @@ def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]"])
-def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
+def test_a_damaged_run_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=r"config\.json: cannot be read"):
         parse(["--resume", str(tmp_path)])
 
 
-def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path):
     """Otherwise it could not go on in another way: its own options would be refused, and nobody has
     given them.
     """
@@ -392,7 +388,7 @@ def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_pa
         parse([*resume, "--sync", "asp", "--staleness", "3"])
 
 
-def test_options_of_an_older_run_are_read(tmp_path: Path) -> None:
+def test_options_of_an_older_run_are_read(tmp_path):
     """As a run wrote them whose options had no class in common with those of programs."""
     old = {"dp": "auto", "pp": 2, "pipeline": "interleaved", "virtual_stages": 1, "split": [2, 3]}
     old |= {"precision": "float32", "clip": None, "sync": "bsp", "staleness": None, "zero": 0}
@@ -409,7 +405,7 @@ def test_options_of_an_older_run_are_read(tmp_path: Path) -> None:
     assert parse(["--resume", str(tmp_path), "--pipeline", "1f1b"]).parallel.stages_per_rank == 1
 
 
-def test_a_run_with_an_option_that_left_is_refused(tmp_path: Path) -> None:
+def test_a_run_with_an_option_that_left_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"lr": 0.5, "nesterov": False}))
     with pytest.raises(
         UsageError, match=r"config\.json has nesterov, an option that nnmpi has removed"

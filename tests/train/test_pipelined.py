@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(group, tmp_path_factory):
     """Return a function that trains on the group's ranks and returns the run's folder and what was
     printed.
     """
@@ -45,11 +45,11 @@ def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-def everywhere(group: Group, right: bool) -> None:
+def everywhere(group: Group, right: bool):
     assert all(group.gather(bool(right)))
 
 
-def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> None:
+def test_a_pipeline_is_told_traced_and_measured(group, train):
     folder, lines = train(pp=group.size, model="resnet", trace=True, batch_size=719, verbose=True)
     right = True
     if group.is_root and group.size > 1:
@@ -75,7 +75,7 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
     everywhere(group, right)
 
 
-def test_pipedream_records_its_staleness(group: Group, train: Train) -> None:
+def test_pipedream_records_its_staleness(group, train):
     if group.size == 1:
         return
     folder, lines = train(
@@ -91,7 +91,7 @@ def test_pipedream_records_its_staleness(group: Group, train: Train) -> None:
     everywhere(group, right)
 
 
-def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) -> None:
+def test_without_a_pipeline_the_trace_has_each_rank(group, train):
     folder, _ = train(model="mlp", trace=True, max_steps=2)
     right = True
     if group.is_root:
@@ -104,7 +104,7 @@ def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) 
     everywhere(group, right)
 
 
-def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group: Group, train: Train) -> None:
+def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group, train):
     base = train(max_steps=1)[0]
     group.barrier()
     taken = base.parent / "taken"

@@ -5,7 +5,6 @@ that nobody broke, whatever else was read from the loader.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,12 @@ class Loop:
     workers: int | None = None
     failing: tuple[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        self.trained: list[tuple[int, int]] = []
-        make: Any = STRATEGIES[self.kind]
+    def __post_init__(self):
+        self.trained = []
+        make = STRATEGIES[self.kind]
         layers = Linear(4, 8), BatchNorm(8), Tanh(), Dropout(0.5), Linear(8, 3)
         self.model = Sequential(*layers).initialize(seed=self.seed)
-        self.parallel: Any = make and make(self.model, self.group)
+        self.parallel = make and make(self.model, self.group)
         self.optimizer = Adam(self.model.storage, lr=0.05)
         self.worker = None if make else Worker(self.model, self.optimizer, self.group)
         self.loader = Loader(DATA, 5, self.group, workers=self.workers)
@@ -59,7 +58,7 @@ class Loop:
     def whole(self) -> Any:
         return self.worker or (self.model, self.optimizer, self.group)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch):
         if (batch.epoch, batch.number) == self.failing:
             self.failing = None
             raise DivergenceError("once")
@@ -73,7 +72,7 @@ class Loop:
             self.optimizer.step()
         self.trained.append((batch.epoch, batch.number))
 
-    def evaluate(self) -> None:
+    def evaluate(self):
         """By the Worker, or by hand, over the loader that trains."""
         if self.worker is not None:
             self.worker.evaluate(self.loader)
@@ -110,7 +109,7 @@ def until(
 
 
 def evaluate_before_each_step(loop: Loop, at: tuple[int, int]) -> Any:
-    def look() -> None:
+    def look():
         loop.evaluate()
         next(iter(loop.loader))
 
@@ -119,10 +118,10 @@ def evaluate_before_each_step(loop: Loop, at: tuple[int, int]) -> Any:
     return batches
 
 
-def keep_iterators(loop: Loop, at: tuple[int, int]) -> None:
+def keep_iterators(loop: Loop, at: tuple[int, int]):
     kept = [iter(loop.loader), loop.loader.epoch(0)]
 
-    def look() -> None:
+    def look():
         for others in kept:
             next(others, None)
         kept.append(iter(loop.loader))
@@ -143,7 +142,7 @@ def parts_of_epochs(loop: Loop, at: tuple[int, int]) -> Any:
     return part
 
 
-WAYS: dict[str, Callable[[Loop, tuple[int, int]], Any]] = {
+WAYS = {
     "break": lambda loop, at: until(loop, one_by_one(loop), at).close(),
     "evaluate": lambda loop, at: (until(loop, one_by_one(loop), at), loop.evaluate()),
     "evaluate before each step": evaluate_before_each_step,
@@ -159,7 +158,7 @@ WAYS: dict[str, Callable[[Loop, tuple[int, int]], Any]] = {
 
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_loop_ends_with_the_same_bits(group, tmp_path, kind):
     """From within an epoch, before its last batch and from its end; twice."""
     whole = Loop(group, kind)
     until(whole, one_by_one(whole), None)
@@ -188,7 +187,7 @@ def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, ki
 
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
-def test_a_place_that_the_program_keeps(group: Group, tmp_path: Path, kind: str) -> None:
+def test_a_place_that_the_program_keeps(group, tmp_path, kind):
     folder = group.share(str(tmp_path))
     whole, first, rest = (Loop(group, kind, seed) for seed in (0, 0, 1))
     for loop, at in ((whole, None), (first, (1, 2))):
@@ -204,9 +203,7 @@ def test_a_place_that_the_program_keeps(group: Group, tmp_path: Path, kind: str)
 @pytest.mark.simulated(max_size=2)
 @pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
 @pytest.mark.parametrize("at", [2, BATCHES - 1])
-def test_a_loop_that_would_go_on_with_other_batches_is_refused(
-    group: Group, tmp_path: Path, at: int, kind: str
-) -> None:
+def test_a_loop_that_would_go_on_with_other_batches_is_refused(group, tmp_path, at, kind):
     """Without its loader, or with one of other batches, within an epoch."""
     folder = group.share(str(tmp_path))
     first = Loop(group, kind)
@@ -230,7 +227,7 @@ def test_a_loop_that_would_go_on_with_other_batches_is_refused(
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.simulated(max_size=2)
-def test_two_loaders_at_once(group: Group, tmp_path: Path, by_hand: bool) -> None:
+def test_two_loaders_at_once(group, tmp_path, by_hand):
     """Of other lengths: the longer one goes on where it was, as in a resumed run."""
     kind = "DataParallel" if by_hand else "Worker"
 
@@ -260,7 +257,7 @@ def test_two_loaders_at_once(group: Group, tmp_path: Path, by_hand: bool) -> Non
 
 
 @pytest.mark.simulated(max_size=2)
-def test_the_rest_of_an_epoch_without_updates_is_over(group: Group) -> None:
+def test_the_rest_of_an_epoch_without_updates_is_over(group):
     """Short batches are left out; and a loop that accumulates may end within a window."""
     loop = Loop(group, "DataParallel")
     for _ in range(2):
@@ -273,7 +270,7 @@ def test_the_rest_of_an_epoch_without_updates_is_over(group: Group) -> None:
     loop.end()
 
 
-def test_a_loader_without_updates_goes_from_epoch_to_epoch() -> None:
+def test_a_loader_without_updates_goes_from_epoch_to_epoch():
     """As for another library's model; a look at a batch is no loop."""
     loader, other = Loader(DATA, 5), Loader(DATA, 5)
     next(iter(loader))
@@ -290,7 +287,7 @@ def test_a_loader_without_updates_goes_from_epoch_to_epoch() -> None:
 
 @pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
 @pytest.mark.simulated(max_size=2)
-def test_a_training_that_would_begin_elsewhere_is_refused(group: Group, kind: str) -> None:
+def test_a_training_that_would_begin_elsewhere_is_refused(group, kind):
     begun, again, looked, skipped = (Loop(group, kind) for _ in range(4))
     for _ in range(2):  # a loop of its own for each step
         begun.step(next(iter(begun.loader)))
@@ -311,7 +308,7 @@ def test_a_training_that_would_begin_elsewhere_is_refused(group: Group, kind: st
     looks = iter(looked.loader)
     with pytest.raises(UsageError, match=r"begin with batch 0 of epoch 1, .* loader.epoch\(0\)"):
         looked.step(next(looks))
-    looks.close()  # type: ignore[attr-defined]
+    looks.close()
     list(islice(skipped.loader, 3))
     batches = iter(skipped.loader)
     with pytest.raises(UsageError, match="would begin with batch 3 of epoch 0"):
@@ -320,7 +317,7 @@ def test_a_training_that_would_begin_elsewhere_is_refused(group: Group, kind: st
         loop.end()
 
 
-def test_a_batch_that_is_kept_moves_nothing_back() -> None:
+def test_a_batch_that_is_kept_moves_nothing_back():
     (loop,) = simulate(lambda group: Loop(group, "Worker"), 1)
     (*batches,) = loop.loader
     for batch in (*batches[:2], batches[0]):
@@ -330,7 +327,7 @@ def test_a_batch_that_is_kept_moves_nothing_back() -> None:
 
 @pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
 @pytest.mark.simulated(max_size=2)
-def test_an_evaluation_within_an_epoch_reads_all_batches(group: Group, kind: str) -> None:
+def test_an_evaluation_within_an_epoch_reads_all_batches(group, kind):
     """Beside the training's loop, and after it was left; those that had updates get no more."""
     loop = Loop(group, kind)
 

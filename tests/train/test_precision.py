@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 from nnmpi.base.errors import UsageError
 
-Train: TypeAlias = Callable[[str], Path]
+Train = Callable[[str], Path]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +25,6 @@ Train: TypeAlias = Callable[[str], Path]
         ("--precision fp8", "fp8"),
     ],
 )
-def test_what_does_not_go_together(train: Train, words: str, message: str) -> None:
+def test_what_does_not_go_together(train, words, message):
     with pytest.raises(UsageError, match=message):
         train(f"--model mlp --dataset iris --max-steps 1 {words}")

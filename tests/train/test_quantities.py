@@ -35,7 +35,7 @@ PLAIN = "--dtype float64 --batch-size 12 --epochs 2 --log-every 1 --lr 0.02"
 
 
 @pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def data(tmp_path, monkeypatch):
     """All files, in the folder where the test runs."""
     monkeypatch.chdir(tmp_path)
     for name, y in FILES.items():
@@ -55,7 +55,7 @@ def run(words: str, ranks: int = 1, out: str = "run") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 2, 3)])
-def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[int, ...]) -> None:
+def test_the_sum_over_samples_is_a_mean_over_elements(name, shape):
     """Divided by the samples, it is the loss and the gradient of all elements' mean, whatever the
     outputs' shape.
     """
@@ -78,7 +78,7 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[in
         SumError(name)(Tensor(here(np.ones((7, 5)))), here(targets))
 
 
-def test_keys_and_the_place_of_the_accuracy() -> None:
+def test_keys_and_the_place_of_the_accuracy():
     """RMSE and R2 stand where the accuracy stands, are right, and decide with the loss which
     weights are the best.
     """
@@ -93,7 +93,7 @@ def test_keys_and_the_place_of_the_accuracy() -> None:
     assert Path("run/checkpoints/best").read_text().strip() == f"step-{best['global_step']:08d}"
 
 
-def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_was_trained_is_used(capfd):
     """Evaluated on ranks as training printed it, loaded, and asked for values in CSV and JSON."""
     for words, name in (
         ("--dataset houses.csv --target price --loss mse", "houses.csv"),
@@ -177,7 +177,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_said_in_a_sentence(words: str, sentence: str | None) -> None:
+def test_what_does_not_fit_is_said_in_a_sentence(words, sentence):
     """Once, before anything runs."""
     if sentence is None:
         assert "accuracy" in run(words)[-1]
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(words: str, sentence: str | Non
         run(words, 2)
 
 
-def test_a_worker_knows_losses_by_name() -> None:
+def test_a_worker_knows_losses_by_name():
     """As the command does; another name is refused."""
     sets = nnmpi.data.Dataset("sums", X, SUMS.astype(np.float32), 0)
 
@@ -211,7 +211,7 @@ def test_a_worker_knows_losses_by_name() -> None:
         simulate(lambda group: learn(group, "squares"), 2)
 
 
-def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path):
     with pytest.raises(
         UsageError,
         match=r"signs has labels of shape \(2,\) for each sample, but --model mlp predicts",
@@ -221,9 +221,7 @@ def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_p
 
 
 @pytest.mark.parametrize("loss", ["mse", "huber"])
-def test_large_targets_are_learned_and_reported_in_their_units(
-    loss: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_large_targets_are_learned_and_reported_in_their_units(loss, capfd):
     """As small ones are: trained, evaluated, predicted, exported and taken back."""
     y = np.stack([500 + 200 * X[:, 0], 1e6 + 3000 * X[:, 1]], 1)
     np.savez("large.npz", x=X, y=y.astype(np.float32))
@@ -258,8 +256,8 @@ def test_large_targets_are_learned_and_reported_in_their_units(
 
 
 def test_targets_as_they_are_and_models_without_a_last_layer(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     """Not normalized on request; an export that cannot have the data's units says so."""
     np.savez("large.npz", x=X, y=(500 + 200 * SUMS).astype(np.float32))
     assert run("--dataset large.npz --loss mse --no-normalize", out="plain")[-1]["r2"] < 0

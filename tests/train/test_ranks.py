@@ -27,7 +27,7 @@ def shared(group: Group, tmp_path: Path) -> Path:
     return Path(group.share(str(tmp_path)))
 
 
-def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
+def test_every_rank_gets_the_options_that_rank_0_read(group):
     words = "--lr 0.5 --hidden 3 4 --model mlp --out a" if group.is_root else "--epochs 99"
     config = read_options(words.split(), group)
     assert (config.optimization.lr, config.optimization.epochs, config.model.hidden) == (
@@ -52,16 +52,14 @@ def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
         ("--dataset iris --out a", "model cnn needs images"),
     ],
 )
-def test_wrong_options_are_the_same_error_on_every_rank(
-    group: Group, words: str, text: str
-) -> None:
+def test_wrong_options_are_the_same_error_on_every_rank(group, words, text):
     with pytest.raises(UsageError) as caught:
         main(words.split(), group)
     assert str(caught.value).startswith(text)
     assert len(set(group.gather(str(caught.value)))) == 1
 
 
-def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
+def test_a_layout_that_does_not_fit_the_world_is_refused(group):
     with pytest.raises(
         LayoutError,
         match=(
@@ -72,18 +70,16 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_on_one_rank_stops_all_at_the_same_step(
-    group: Group, number: signal.Signals
-) -> None:
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(group, number):
     """Ranks in step ask one another about every tenth of a second; for those out of step see
     compose.
     """
     model = mlp((4,), 3, (5,)).initialize()
     worker = Worker(model, SGD(model.storage, lr=0.1), group, slow=Slow(minimum_s=0.01))
     loader = Loader(load("iris")[0], 1, group)
-    done: list[int] = []
+    done = []
 
-    def note(item: Progress) -> None:
+    def note(item: Progress):
         done.append(item.batch)
         if item.batch == 5 and group.rank == group.size - 1:
             os.kill(os.getpid(), number)
@@ -99,15 +95,13 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(
     worker.release()
 
 
-def test_a_second_interrupt_does_not_wait(group: Group) -> None:
+def test_a_second_interrupt_does_not_wait(group):
     with pytest.raises(KeyboardInterrupt), StopSignals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_only_rank_0_writes_and_prints(
-    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rank_0_writes_and_prints(group, tmp_path, capsys):
     out = shared(group, tmp_path) / "run"
     main(f"--model mlp --dataset iris --epochs 2 --batch-size 50 --out {out}".split(), group)
     group.barrier()  # rank 0 still writes when the others are done
@@ -134,9 +128,7 @@ def test_only_rank_0_writes_and_prints(
         ),
     ],
 )
-def test_ranks_with_other_data_are_named(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, text: str
-) -> None:
+def test_ranks_with_other_data_are_named(group, tmp_path, monkeypatch, rows, text):
     """Of the same shape, or with fewer rows: both were trained on, the one in silence."""
     if group.size == 1:
         return
@@ -152,9 +144,7 @@ def test_ranks_with_other_data_are_named(
         main(["--model", "mlp", "--dataset", "d.npz"], group)
 
 
-def test_ranks_with_another_model_file_are_named(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_another_model_file_are_named(group, tmp_path, monkeypatch):
     if group.size == 1:
         return
     monkeypatch.chdir(tmp_path)

@@ -51,17 +51,17 @@ def without_times(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_end(one: Path, other: Path) -> None:
+def assert_same_end(one: Path, other: Path):
     assert arrays(one) == arrays(other)
     assert without_times(one) == without_times(other)
 
 
-def simulated(words: str, ranks: int) -> None:
+def simulated(words: str, ranks: int):
     """Run the command on simulated ranks, in this process: what a checkpoint holds is the same."""
     on_ranks(main, f"--backend numpy {words}", ranks)
 
 
-def assert_near(one: Path, other: Path, *names: str) -> None:
+def assert_near(one: Path, other: Path, *names: str):
     """Compare the last checkpoints' files, whose sums were taken in other orders."""
     for name in names:
         ours, theirs = (
@@ -73,7 +73,7 @@ def assert_near(one: Path, other: Path, *names: str) -> None:
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path):
     full, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
         "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --lr"
@@ -85,13 +85,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
         begin = f"{words} --out {broken}" if attempt == 0 else f"--resume {broken}"
         wanted_lines = lines(broken / "metrics.jsonl") + moments.randrange(1, 30)
 
-        def kill(pause_s: float = moments.random() / 50) -> None:
+        def kill(pause_s: float = moments.random() / 50):
             time.sleep(pause_s)
             send(signal.SIGKILL, str(broken))
 
         ready = once(
             lambda least=wanted_lines: lines(broken / "metrics.jsonl") >= least, kill, ends=True
-        )  # type: ignore[misc]
+        )
         assert train(tmp_path, begin, ranks=2, is_lost=ready).status != 0, (
             "the run ended before it was killed"
         )
@@ -99,7 +99,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
     assert_same_end(full, broken)
 
 
-def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
+def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path):
     full, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
         "--model mlp --dataset iris --lr-schedule constant --eval-every 0 --save-every 0"
@@ -120,7 +120,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> N
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Path) -> None:
+def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path):
     words = "--model resnet --batch-size 20 --optimizer adamw --lr-schedule constant"
     assert train(tmp_path, f"{words} --max-steps 6 --out whole", ranks=2).status == 0
     assert train(tmp_path, f"{words} --max-steps 4 --log-every 2 --out broken", ranks=2).status == 0
@@ -130,9 +130,7 @@ def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Pat
     assert (state["step"], state["epoch"], state["batch"], state["seed"]) == (6, 0, 6, 0)
 
 
-def test_sums_in_a_fixed_order_name_the_kernels_that_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_in_a_fixed_order_name_the_kernels_that_differ(tmp_path, capsys, monkeypatch):
     """Of nodes, and of restarts: another processor's products have other bits."""
     words = "--model mlp --dataset iris --reduction fixed --max-steps"
     simulated(f"{words} 2 --stop-after 1 --out {tmp_path}/run", 1)
@@ -149,9 +147,7 @@ def test_sums_in_a_fixed_order_name_the_kernels_that_differ(
 @pytest.mark.parametrize(
     ("reduction", "equal"), [("fast", "up to rounding"), ("fixed", "bit for bit")]
 )
-def test_a_checkpoint_resumes_on_another_number_of_ranks(
-    reduction: str, equal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_resumes_on_another_number_of_ranks(reduction, equal, tmp_path, capsys):
     words = (
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --max-steps 12"
         f" --reduction {reduction} --microbatches 5"
@@ -172,9 +168,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
         assert_near(full, moved, "model")
 
 
-def test_a_checkpoint_resumes_under_another_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_resumes_under_another_layout(tmp_path, capsys):
     words = (
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule"
         " constant"
@@ -195,7 +189,7 @@ def test_a_checkpoint_resumes_under_another_layout(
     assert_near(full, moved, "model", "optimizer")
 
 
-def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path: Path) -> None:
+def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path):
     """As a supervisor goes on, which says --dp auto."""
     simulated(
         "--model mlp --dataset iris --dp 2 --tp 1 --max-steps 4 --stop-after 2 --out"
@@ -207,7 +201,7 @@ def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path: Path) -> None:
     assert (layout["dp"], layout["pp"]) == (2, 2)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path):
     words = "--model mlp --dataset iris --batch-size 64 --epochs 4 --save-every 1"
     assert train(tmp_path, f"{words} --out run").status == 0
     newest = last_checkpoint(tmp_path / "run")
@@ -239,7 +233,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
         ("--out run", "--out run already holds a run (config.json); continue it with --resume run"),
     ],
 )
-def test_runs_are_not_mixed_up(tmp_path: Path, words: str, text: str) -> None:
+def test_runs_are_not_mixed_up(tmp_path, words, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "plain").mkdir()
     outer = ', "sync": "local", "outer_lr": 0.7, "outer_momentum": 0.9'

@@ -12,7 +12,7 @@ from nnmpi.train.checkpoint import Extent, RunState
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
 
 
-def test_steps_are_counted_and_summed_up_until_an_epoch_ends() -> None:
+def test_steps_are_counted_and_summed_up_until_an_epoch_ends():
     state = RunState()
     state.add(STEP)
     state.add(STEP.plus(STEP))
@@ -23,7 +23,7 @@ def test_steps_are_counted_and_summed_up_until_an_epoch_ends() -> None:
     assert state.in_epoch == Totals()
 
 
-def test_the_first_of_the_best_evaluations_counts() -> None:
+def test_the_first_of_the_best_evaluations_counts():
     """Of classes the highest accuracy, of tokens the lowest loss; one that is not finite is never
     the best.
     """
@@ -37,11 +37,11 @@ def test_the_first_of_the_best_evaluations_counts() -> None:
     assert RunState(step=1).after_evaluation(report, False, 0.0).best_step == 1
 
 
-def test_json_keeps_every_bit() -> None:
+def test_json_keeps_every_bit():
     state = RunState(7, 2, 1, STEP, STEP.plus(STEP), 1 / 3, 2, 0.1)
     assert RunState.from_json(json.loads(json.dumps({**asdict(state), "ranks": 3}))) == state
 
 
-def test_passes_count_the_fraction_of_an_epoch() -> None:
+def test_passes_count_the_fraction_of_an_epoch():
     extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1, stop=12)
     assert extent.passes(RunState(step=9, epoch=2, batch=1)) == 2.25

@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.backend.device import expects_device
 from nnmpi.base import launcher
 from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
@@ -22,7 +21,7 @@ from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 from tests.train.jobs import arrays
 
-Train: TypeAlias = Callable[[str], Path]
+Train = Callable[[str], Path]
 
 # Other programs read these.
 TRAIN_KEYS = [
@@ -71,7 +70,7 @@ def rates(run: Path) -> list[float]:
     ]
 
 
-def test_metrics_have_their_keys(train: Train) -> None:
+def test_metrics_have_their_keys(train):
     records = read_metrics(train("--epochs 3 --log-every 2") / "metrics.jsonl")
     assert [item["kind"] for item in records] == ["train", "eval"] * 3 + ["test"]
     assert [item["global_step"] for item in records] == [2, 2, 4, 4, 6, 6, 6]
@@ -83,7 +82,7 @@ def test_metrics_have_their_keys(train: Train) -> None:
     assert [item["epoch"] for item in records[:3]] == [1.0, 1.0, 2.0]
 
 
-def test_the_folder_holds_everything(train: Train) -> None:
+def test_the_folder_holds_everything(train):
     run = train("--epochs 5 --save-every 1")
     expected = [
         ".lock",
@@ -101,9 +100,7 @@ def test_the_folder_holds_everything(train: Train) -> None:
     assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
 
 
-def test_the_end_of_a_run_is_proved(
-    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_run_is_proved(train, group, capsys):
     """A status of 0 alone is none: MPICH gives it where one rank has left early."""
     run = train("--epochs 1")
     proof = json.loads((run / "finished.json").read_text())
@@ -125,9 +122,7 @@ def test_the_end_of_a_run_is_proved(
     assert json.loads((run / "finished.json").read_text())["step"] == 6
 
 
-def test_the_last_line_is_a_command_for_a_shell(
-    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_is_a_command_for_a_shell(group, tmp_path, capsys):
     main(
         [
             "--model",
@@ -144,9 +139,7 @@ def test_the_last_line_is_a_command_for_a_shell(
     assert f"curves: nnmpi report '{tmp_path}/a run'\n" in capsys.readouterr().out
 
 
-def test_the_header_says_what_runs_on_what(
-    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_header_says_what_runs_on_what(train, capsys, monkeypatch):
     monkeypatch.setattr(launcher, "idle_cores", lambda: 4)
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
@@ -184,9 +177,7 @@ def test_the_header_says_what_runs_on_what(
     assert "with the final weights; best epoch 1 with" in printed
 
 
-def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(train, capsys):
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --microbatches 3")
     assert (
         "takes each of 3 microbatches (4 samples) by itself; a run of whole"
@@ -221,7 +212,7 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
         "--dtype float64",
     ],
 )
-def test_options_that_change_the_weights(train: Train, words: str) -> None:
+def test_options_that_change_the_weights(train, words):
     assert not same(
         train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words)
     )
@@ -230,7 +221,7 @@ def test_options_that_change_the_weights(train: Train, words: str) -> None:
 @pytest.mark.parametrize(
     "words", ["--augment shift", "--augment flip", "--augment shift-flip", "--model resnet"]
 )
-def test_options_for_images_change_the_weights(train: Train, words: str) -> None:
+def test_options_for_images_change_the_weights(train, words):
     base = "--dataset digits --max-steps 2 --batch-size 32"
     assert not same(
         train(f"--model cnn {base}"),
@@ -251,11 +242,11 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
         "--save-every 1steps",
     ],
 )
-def test_options_that_must_not_change_the_weights(train: Train, words: str) -> None:
+def test_options_that_must_not_change_the_weights(train, words):
     assert same(train("--epochs 2"), train(f"--epochs 2 {words}"))
 
 
-def test_schedules_give_the_rates_they_promise(train: Train) -> None:
+def test_schedules_give_the_rates_they_promise(train):
     words = "--epochs 4 --log-every 1 --lr 0.1 --warmup-epochs 0 "  # 8 steps, 2 per epoch
     assert rates(train(words + "--lr-schedule constant")) == [0.1] * 8
     stepped = rates(train(words + "--lr-schedule step:2,0.5"))
@@ -266,7 +257,7 @@ def test_schedules_give_the_rates_they_promise(train: Train) -> None:
     assert rates(train(words + "--warmup-epochs 9"))[-1] < 0.1  # longer than the run
 
 
-def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> None:
+def test_evaluations_and_checkpoints_come_when_they_are_due(train):
     run = train("--epochs 6 --eval-every 3 --save-every 5steps")
     records = read_metrics(run / "metrics.jsonl")
     assert [record["global_step"] for record in records if record["kind"] == "eval"] == [6, 12]
@@ -288,9 +279,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
     assert len(list((run / "checkpoints").glob("step-*"))) == 1
 
 
-def test_progress_is_printed_inside_an_epoch(
-    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_printed_inside_an_epoch(train, capsys, monkeypatch):
     """Rewritten on a terminal; in console.txt a line when one of a log is due; none if quiet."""
     monkeypatch.setattr("nnmpi.train.log.SHOW_EVERY_S", 0.0)
     for words, is_watched, log_s in (
@@ -331,17 +320,13 @@ def test_progress_is_printed_inside_an_epoch(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    train: Train, tmp_path: Path, words: str, text: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(train, tmp_path, words, text):
     with pytest.raises(UsageError, match=text):
         train(words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_above_the_limit_is_refused_before_anything_is_written(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_model_above_the_limit_is_refused_before_anything_is_written(train, tmp_path):
     with pytest.raises(
         DeviceError,
         match=r"^rank 0 needs .* more than the limit of 1 KiB; spread the model over at least",
@@ -351,7 +336,7 @@ def test_a_model_above_the_limit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Path) -> None:
+def test_what_the_first_step_refuses_leaves_no_folder(train, tmp_path):
     """So that a corrected command may name it again; files of others stay."""
     for left in ([], ["run1/mine"]):
         for name in left:
@@ -366,10 +351,8 @@ def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Pa
         ] == left
 
 
-def test_a_model_without_memory_is_one_sentence(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def full(*_: Any) -> None:
+def test_a_model_without_memory_is_one_sentence(train, monkeypatch, tmp_path):
+    def full(*_: Any):
         raise MemoryError("Unable to allocate 9 TiB")
 
     monkeypatch.setattr("nnmpi.train.build.build_model", full)
@@ -381,9 +364,7 @@ def test_a_model_without_memory_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_small_sets_converted_once_give_the_same_bits(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_sets_converted_once_give_the_same_bits(train, monkeypatch):
     def seen() -> tuple[Any, list[float]]:
         folder = RunFolder(train("--epochs 3"))
         losses = [item["loss"] for item in read_metrics(folder.metrics)]
@@ -394,9 +375,7 @@ def test_small_sets_converted_once_give_the_same_bits(
     assert seen() == once
 
 
-def test_by_default_checkpoints_take_little_of_the_time(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_default_checkpoints_take_little_of_the_time(train, monkeypatch):
     """One after the first epoch, one at the end, and others if they are quick."""
     monkeypatch.setattr("nnmpi.train.checkpoint._prune", lambda *_: None)
     seconds = iter(range(10**9))
@@ -414,7 +393,7 @@ def test_by_default_checkpoints_take_little_of_the_time(
     assert len(list((quick / "checkpoints").glob("s*"))) == 5
 
 
-def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> None:
+def test_divergence_keeps_earlier_checkpoints(train, tmp_path):
     with pytest.raises(DivergenceError, match="not finite"):
         train("--optimizer sgd --lr 1e6 --epochs 9 --save-every 1steps")
     assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
@@ -438,10 +417,8 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
     ],
     ids=["length", "a feature", "a label"],
 )
-def test_a_run_does_not_go_on_with_other_data(
-    train: Train, group: Group, tmp_path: Path, change: dict[str, float], says: str
-) -> None:
-    def write(rows: float = 100, feature: float = 0.0, label: float = 0) -> None:
+def test_a_run_does_not_go_on_with_other_data(train, group, tmp_path, change, says):
+    def write(rows: float = 100, feature: float = 0.0, label: float = 0):
         x, y = np.arange(2.0 * rows).reshape(-1, 2), np.arange(rows, dtype=int) % 2
         x[0, 0], y[0] = feature, label
         np.savez(tmp_path / "changed.npz", x=x, y=y)
@@ -458,9 +435,7 @@ def test_a_run_does_not_go_on_with_other_data(
     main(["--resume", str(run), "--max-steps", "9"], group)
 
 
-def test_a_run_that_goes_on_says_if_its_schedule_is_another_one(
-    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_says_if_its_schedule_is_another_one(train, group, capsys):
     """A cosine ends with the run: with more epochs its rate rises again."""
     run = train("--epochs 2 --stop-after 3")
     said = capsys.readouterr().out
@@ -472,9 +447,7 @@ def test_a_run_that_goes_on_says_if_its_schedule_is_another_one(
         assert (told in capsys.readouterr().out) == (says and group.is_root)
 
 
-def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
-    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(train, group, capsys):
     run = train("--epochs 2 --lr-schedule constant")
     before = read_metrics(run / "metrics.jsonl")
     main(["--resume", str(run)], group)

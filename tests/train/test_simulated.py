@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.fit import parse_network
 from nnmpi.compose.layout import Layout
@@ -58,13 +57,11 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
     return run
 
 
-def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(tmp_path, monkeypatch):
     """Degrees that are left open are checked when the number of ranks gives them."""
     checked, check = Counter[str](), Layout.__post_init__
 
-    def counted(layout: Layout) -> None:
+    def counted(layout: Layout):
         checked[threading.current_thread().name] += 1
         check(layout)
 
@@ -84,7 +81,7 @@ def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(
         for name, (ranks, _) in LAYOUTS.items()
     ],
 )
-def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
+def test_the_bytes_are_those_of_a_run_under_mpirun(group, tmp_path, name):
     """Weights and the optimizer's state at the end, though messages come in another order."""
     ranks, words = LAYOUTS[name]
     if group.size != ranks:
@@ -96,7 +93,7 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path,
     assert not group.is_root or result == arrays(job)
 
 
-def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path):
     """Between two of its steps: what it keeps is in the file."""
     words = f"--model mlp --epochs 1 --batch-size 30 {LAYOUTS['outer'][1]} --save-every 7steps"
     full, parts = (simulated(tmp_path, f"{words}{more}", 3) for more in ("", " --stop-after 7"))
@@ -106,7 +103,7 @@ def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4"])
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
-def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None:
+def test_the_seed_decides(words, cpu_factor, tmp_path):
     """The same seed gives the same bytes and seconds where ranks need not wait; some other seed
     gives others.
     """
@@ -125,7 +122,7 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
         assert first == again
 
 
-def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path):
     """Its folder is that of any run."""
     run = simulated(
         tmp_path,
@@ -149,7 +146,7 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
     assert job.status == 0, job.output
 
 
-def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
+def test_seconds_are_simulated_ones_and_said_to_be(tmp_path):
     """Eight steps of 100 ms, on two ranks of which one takes three times as long, take 2.4 s; no
     time goes by here.
     """
@@ -165,7 +162,7 @@ def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
     assert ending.seconds < 20
 
 
-def test_a_pipeline_takes_what_its_report_says(tmp_path: Path) -> None:
+def test_a_pipeline_takes_what_its_report_says(tmp_path):
     """On a slow link; an epoch's short last batch does not count."""
     words = (
         "--simulate 2 --model mlp --pp 2 --split 4 2 --network gbit=0.01 --slow ms=40 --epochs 1"
@@ -173,7 +170,7 @@ def test_a_pipeline_takes_what_its_report_says(tmp_path: Path) -> None:
     assert re.search(r"pass (.*), simulated \1;", train(tmp_path, words).output)
 
 
-def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
+def test_a_network_makes_steps_longer(tmp_path):
     """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each
     step.
     """
@@ -196,9 +193,7 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "network"), [("1f1b", ""), ("gpipe", "alpha_us=500,gbit=1")])
-def test_a_paced_pipeline_takes_what_its_schedule_says(
-    schedule: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_paced_pipeline_takes_what_its_schedule_says(schedule, network, tmp_path, capsys):
     """(M + S - 1) / M of what a rank computes, and with links what the simulation with their
     messages says.
     """
@@ -246,9 +241,7 @@ TRACED = {  # ranks, words, and whether messages take time
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_a_trace_and_the_console_tell_of_the_same_shares(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_and_the_console_tell_of_the_same_shares(name, tmp_path, capsys):
     """Of every moment of a rank one of computing, exchanging and waiting is true; a straggler is
     waited for.
     """
@@ -294,7 +287,7 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(
         ("--network gbit=1", "--network is for --simulate"),
     ],
 )
-def test_what_does_not_go_together_is_refused(words: str, text: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(words, text, tmp_path):
     """In a sentence, and nothing is left behind."""
     if "--simulate " in words:
         with pytest.raises(UsageError, match=text):
@@ -305,7 +298,7 @@ def test_what_does_not_go_together_is_refused(words: str, text: str, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
+def test_a_launcher_of_several_processes_is_refused(tmp_path):
     """Each would simulate all ranks."""
     ending = train(tmp_path, "--simulate 2", ranks=2)
     assert ending.status not in (0, None)
@@ -313,7 +306,7 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_it_with_a_checkpoint(number, tmp_path):
     """Python gives signals to the main thread, which is none of the ranks."""
     run = tmp_path / "run"
     words = (
@@ -337,7 +330,7 @@ def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Pa
     assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 
 
-def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup() -> None:
+def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup():
     noted = []
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -353,7 +346,7 @@ def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup() -> None:
 
 
 @pytest.mark.parametrize("mode", ["bsp", "local", "gossip", "ssp", "asp"])
-def test_rates_are_those_of_all_workers(mode: str, tmp_path: Path) -> None:
+def test_rates_are_those_of_all_workers(mode, tmp_path):
     """A step's samples are the global batch's, whoever writes the record."""
     words = (
         f"--sync {mode} --model mlp --hidden 4 --dataset digits --batch-size 66 --max-steps 12"

@@ -5,7 +5,6 @@ rank is left.
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -64,7 +63,7 @@ WARNS_SOON = "from nnmpi.comm import world\nworld.WARNING_S = 4.0  # not ten\n"
 @pytest.mark.parametrize(
     "fault", ["asleep in a layer", pytest.param("stopped", marks=pytest.mark.slow(ONCE_MORE))]
 )
-def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault, tmp_path):
     """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "sitecustomize.py").write_text(WARNS_SOON)
@@ -75,7 +74,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     )
     words += f"--out {tmp_path}/run --stall-limit 6 --log-every 1"
 
-    def stop() -> None:
+    def stop():
         send(signal.SIGSTOP, str(tmp_path), "ranks", rank=0)
 
     begun = once(lambda: not asleep and lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
@@ -105,15 +104,15 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
-    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stopped, tmp_path, monkeypatch
+):
     """By the network, on one machine; UCX, MPICH's default there, tells what nobody received."""
     monkeypatch.setenv("MPIR_CVAR_NOLOCAL", "1")
     monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "sitecustomize.py").write_text(WARNS_SOON)
 
-    def stop() -> None:
+    def stop():
         if stopped:
             send(signal.SIGSTOP, str(tmp_path), "ranks", rank=2)
 
@@ -135,13 +134,13 @@ def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
 
 
 @pytest.mark.slow(ONCE_MORE)
-def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """The time in which nobody could go on is no wait, although a rank was waiting when it
     began.
     """
     (tmp_path / "net.py").write_text(NET)
 
-    def stop() -> None:
+    def stop():
         time.sleep(0.5)  # until the other rank waits
         send(signal.SIGSTOP, str(tmp_path), "ranks")
         time.sleep(6)

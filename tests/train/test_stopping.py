@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, StopTraining, Worker, data, models, optim, simulate
+from nnmpi import StopTraining, Worker, data, models, optim, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_json
 from nnmpi.comm.synchrony.slow import Slow
@@ -47,9 +47,7 @@ def patient(patience: int, gain: float) -> int:
     ("ranks", "words"),
     [(1, ""), (3, "--least-gain 0.2"), (2, "--pp 2"), (2, "--sync local"), (2, "--sync asp")],
 )
-def test_patience_ends_with_the_evaluations(
-    ranks: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_ends_with_the_evaluations(ranks, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     end = start(f"{WORDS} --early-stopping 2 {words}", ranks)
     gain = 0.2 * ("gain" in words)
@@ -61,7 +59,7 @@ def test_patience_ends_with_the_evaluations(
     assert start("--resume run --quiet --early-stopping 3", ranks)["step"] == patient(3, gain)
 
 
-def test_a_resumed_run_knows_its_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_knows_its_patience(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     end = start(f"{WORDS} --early-stopping 2")
     Path("run").rename("full")
@@ -73,8 +71,8 @@ def test_a_resumed_run_knows_its_patience(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("name", "step"), [("within", 20), ("after", 9)])
 @pytest.mark.parametrize("words", ["", "--sync ssp"])
 def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
-    name: str, step: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, step, words, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(CALLBACKS)
     for ranks in (1, 3):
@@ -91,7 +89,7 @@ def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
 
 @pytest.mark.parametrize(("left", "raises"), [(None, False), (None, True), (1, False)])
 @pytest.mark.both_worlds(max_size=3)
-def test_progress_stops_a_worker_on_all_ranks(group: Group, left: int | None, raises: bool) -> None:
+def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
     """The last rank alone asks, early or at the last batch; they look ten times a second."""
     train, _ = data.load("iris")
     model = models.mlp((4,), 3).initialize(seed=0)
@@ -122,7 +120,7 @@ def test_progress_stops_a_worker_on_all_ranks(group: Group, left: int | None, ra
         ("--least-gain -1", "--least-gain is -1.0; give a finite number, 0 or more"),
     ],
 )
-def test_what_cannot_stop_is_refused(words: str, sentence: str) -> None:
+def test_what_cannot_stop_is_refused(words, sentence):
     with pytest.raises(UsageError) as caught:
         parse(words.split())
     assert sentence in str(caught.value)

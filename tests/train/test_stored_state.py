@@ -5,14 +5,13 @@ cannot be kept.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nnmpi
-from nnmpi import Group, NnmpiError
+from nnmpi import NnmpiError
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import read_json, sha256, write_json
 from nnmpi.commands.evaluate import main as evaluate
@@ -23,7 +22,7 @@ from nnmpi.train.folder import RunFolder
 
 
 @pytest.fixture
-def run(tmp_path: Path, group: Group) -> Path:
+def run(tmp_path, group):
     """A run of two steps with its checkpoint."""
     out = tmp_path / "run"
     main(
@@ -33,7 +32,7 @@ def run(tmp_path: Path, group: Group) -> Path:
     return out
 
 
-def rewrite(run: Path, **changes: Any) -> None:
+def rewrite(run: Path, **changes: Any):
     """Change values of state.json, and let its checksum be right."""
     file = run / "checkpoints" / "step-00000002" / "state.json"
     state = json.loads(file.read_text()) | changes
@@ -41,12 +40,12 @@ def rewrite(run: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**state, "sha256": digest(state)}))
 
 
-def into_file(checkpoints: Path) -> None:
+def into_file(checkpoints: Path):
     checkpoints.rename(checkpoints.with_name("away"))
     checkpoints.write_text("")
 
 
-def into_link(checkpoints: Path) -> None:
+def into_link(checkpoints: Path):
     checkpoints.rename(checkpoints.with_name("away"))
     checkpoints.symlink_to("nowhere")
 
@@ -62,12 +61,12 @@ def into_link(checkpoints: Path) -> None:
     ],
 )
 def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
-    run: Path,
-    group: Group,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], None],
-    words: str,
-) -> None:
+    run,
+    group,
+    monkeypatch,
+    damage,
+    words,
+):
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
     monkeypatch.setattr("nnmpi.train.loop.set_up", lambda *_: pytest.fail("the run has begun"))
@@ -76,9 +75,7 @@ def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
 
-def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(
-    run: Path, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(run, group, monkeypatch):
     folder = RunFolder(run)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
@@ -89,7 +86,7 @@ def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(
     assert find(folder, group) is not None
 
 
-def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_yet_is_fine(tmp_path):
     check_folder(tmp_path / "checkpoints")
 
 
@@ -103,16 +100,14 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
         ({"batch": 10**400}, "is after batch 1000"),
     ],
 )
-def test_a_state_without_what_a_run_writes_is_refused_before_any_work(
-    run: Path, group: Group, values: dict[str, Any], sentence: str
-) -> None:
+def test_a_state_without_what_a_run_writes_is_refused_before_any_work(run, group, values, sentence):
     rewrite(run, **values)
     with pytest.raises(CheckpointError, match=sentence):
         main(f"--resume {run} --max-steps 4".split(), group)
 
 
 @pytest.mark.parametrize("files", [3, {"model.safetensors": 3}, {"model.safetensors": {}}])
-def test_a_state_that_does_not_tell_of_its_files_is_damaged(run: Path, files: Any) -> None:
+def test_a_state_that_does_not_tell_of_its_files_is_damaged(run, files):
     rewrite(run, files=files)
     with pytest.raises(
         CheckpointError, match=r"state\.json lacks the sizes and checksums of its files"
@@ -120,9 +115,7 @@ def test_a_state_that_does_not_tell_of_its_files_is_damaged(run: Path, files: An
         read_checkpoint(run / "checkpoints" / "step-00000002")
 
 
-def test_a_file_that_cannot_be_read_is_as_good_as_damaged(
-    run: Path, monkeypatch: pytest.MonkeyPatch, group: Group
-) -> None:
+def test_a_file_that_cannot_be_read_is_as_good_as_damaged(run, monkeypatch, group):
     main(f"--resume {run} --max-steps 4".split(), group)
     newest = run / "checkpoints" / "step-00000004"
 
@@ -144,17 +137,17 @@ OLDER = "; an older checkpoint is used instead, step-00000003"
 OTHER = r"has other weights than the run had at its end, says .*finished.json"
 
 
-def cut(newest: Path) -> None:
+def cut(newest: Path):
     file = newest / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
 
 
-def flip(newest: Path) -> None:
+def flip(newest: Path):
     file = newest / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
-def exchange(newest: Path) -> None:
+def exchange(newest: Path):
     """Let other weights be right by themselves."""
     shutil.copytree(newest.with_name("step-00000003"), newest, dirs_exist_ok=True)
 
@@ -175,12 +168,10 @@ def exchange(newest: Path) -> None:
         (lambda newest: (newest.parents[1] / "finished.json").write_text("{"), "json is damaged"),
     ],
 )
-def test_weights_other_than_the_last_ones_are_never_used_silently(
-    run: Path, group: Group, damage: Callable[[Path], None], words: str, use: str
-) -> None:
+def test_weights_other_than_the_last_ones_are_never_used_silently(run, group, damage, words, use):
     main(f"--resume {run} --max-steps 4".split(), group)
     damage(run / "checkpoints" / "step-00000004")
-    uses: dict[str, Callable[[], Any]] = {
+    uses = {
         "load": lambda: nnmpi.load(run),
         "evaluate": lambda: evaluate([str(run)], group),
         "export": lambda: export([str(run)], group),
@@ -190,16 +181,14 @@ def test_weights_other_than_the_last_ones_are_never_used_silently(
         uses[use]()
 
 
-def test_the_last_weights_are_used_without_a_word(run: Path, group: Group) -> None:
+def test_the_last_weights_are_used_without_a_word(run, group):
     main(f"--resume {run} --max-steps 4".split(), group)
     assert nnmpi.load(run).step == 4
     (run / "checkpoints" / "latest").unlink()  # it is written last, and a kill may come before
     assert nnmpi.load(run).step == 4
 
 
-def test_options_of_a_far_larger_model_take_no_memory(
-    run: Path, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_a_far_larger_model_take_no_memory(run, group, monkeypatch):
     """A foreign run's options need not fit its weights; found out before any array is made."""
     values = read_json(run / "config.json")
     write_json(run / "config.json", values | {"hidden": [10**5, 10**5]})

@@ -3,7 +3,6 @@ them.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[bytes]]:
+def wanted(tmp_path_factory):
     with quick_trainings():
         yield undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
 
@@ -48,9 +47,7 @@ def first_failure(seeds: range, place: Path, wanted: list[bytes]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(SEEDS, marks=pytest.mark.slow(MORE_SEEDS))])
-def test_every_run_ends_with_the_bits_of_an_undisturbed_one(
-    first: int, wanted: list[bytes], tmp_path: Path
-) -> None:
+def test_every_run_ends_with_the_bits_of_an_undisturbed_one(first, wanted, tmp_path):
     """The seed that fails is told; with it the same happens again."""
     assert first_failure(range(first, SEEDS if first == 0 else MORE), tmp_path, wanted) is None
 
@@ -63,12 +60,12 @@ def seal_unsynced(file: Path, stream: Any) -> dict[str, str | int]:
     return {"bytes": file.stat().st_size, "sha256": files.sha256(file)}
 
 
-def write_unsynced(file: Path, content: bytes, root: Path | None = None) -> None:
+def write_unsynced(file: Path, content: bytes, root: Path | None = None):
     with file.open("wb") as stream:
         stream.write(content)
 
 
-def begin_in_place(writer: CheckpointWriter) -> None:
+def begin_in_place(writer: CheckpointWriter):
     """Write under the final name from the beginning, where what is old lies as well."""
     writer._temporary = writer._final
     writer._final.mkdir(parents=True, exist_ok=True)
@@ -88,7 +85,7 @@ def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool 
 BEGIN, SCATTER = CheckpointWriter.begin, checkpoint.restore
 
 
-def begin_by_removing(writer: CheckpointWriter) -> None:
+def begin_by_removing(writer: CheckpointWriter):
     for old in checkpoint.steps(writer._folder):
         shutil.rmtree(old)
     BEGIN(writer)
@@ -106,14 +103,14 @@ def restore_a_batch_too_far(trainer: Any, *args: Any) -> Any:
     return replace(state, batch=state.batch + 1) if state.step else state, notices
 
 
-def load_no_scalars(trainer: Trainer, values: Any) -> None:
+def load_no_scalars(trainer: Trainer, values: Any):
     """Forget how many updates Adam has made."""
 
 
 PRUNE, RELEASE, REPLACE = checkpoint._prune, ParameterServer.release, checkpoint.write_atomically
 
 
-def prune_newest(place: Path, newest: Path, keep: int, root: Path | None) -> None:
+def prune_newest(place: Path, newest: Path, keep: int, root: Path | None):
     PRUNE(place, newest, keep, root)
     result = checkpoint.steps(place)
     if len(result) > 1:
@@ -126,7 +123,7 @@ def release_all_but_one(server: ParameterServer) -> list[Any]:
     return replies[:1] if len(replies) > 1 and server.version > 1 else replies
 
 
-def replace_all_but_latest(file: Path, content: bytes, root: Path | None) -> None:
+def replace_all_but_latest(file: Path, content: bytes, root: Path | None):
     if file.name != "latest" or not file.exists():
         REPLACE(file, content, root)
 
@@ -134,7 +131,7 @@ def replace_all_but_latest(file: Path, content: bytes, root: Path | None) -> Non
 def proves_the_end_by_its_status(seen: Supervisor) -> bool:
     return seen._files.finished.exists() or (
         seen._files.config.exists() and not seen._planted_status
-    )  # type: ignore[attr-defined]
+    )
 
 
 WATCH = Supervisor._watch
@@ -142,7 +139,7 @@ WATCH = Supervisor._watch
 
 def watch_and_keep(seen: Supervisor, *args: Any) -> tuple[int, str]:
     result = WATCH(seen, *args)
-    seen._planted_status = result[0]  # type: ignore[attr-defined]
+    seen._planted_status = result[0]
     return result
 
 
@@ -159,7 +156,7 @@ def cut_and_claim(file: Path, step: int) -> int:
     return metrics.cut_metrics(file, step)
 
 
-PLANTED: dict[str, list[tuple[object, str, Any]]] = {
+PLANTED = {
     "files of arrays are not synced": [(checkpoint, "seal", seal_unsynced)],
     "state.json and latest are not synced": [
         (checkpoint, "write_synced", write_unsynced),
@@ -225,12 +222,12 @@ TAKE_LONG = {
     ],
 )
 def test_a_planted_bug_is_found(
-    bug: str,
-    wanted: list[bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[..., None],
-) -> None:
+    bug,
+    wanted,
+    tmp_path,
+    monkeypatch,
+    record_property,
+):
     for owner, name, wrong in PLANTED[bug]:
         monkeypatch.setattr(owner, name, wrong)
     result = first_failure(range(MOST), tmp_path, wanted)
@@ -250,7 +247,7 @@ def work(group: Group) -> float:
     return float(array.sum())
 
 
-def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
+def test_a_rank_that_falls_is_named_with_its_call_and_line():
     """And what the others waited for; nobody waits for ever."""
     for faults, words in (
         (Faults(kill={2: 30}), "was killed"),
@@ -263,13 +260,13 @@ def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
         assert text.count("waits for") == 3 or words == "was killed", text
 
 
-def test_slow_ranks_and_late_messages_change_no_result() -> None:
+def test_slow_ranks_and_late_messages_change_no_result():
     for seed in range(20):
         slow = draw_faults(seed, 4, 50).slow
         assert simulate(work, 4, seed=seed, faults=Faults(slow=slow, late=0.3)) == [5.0] * 4
 
 
-def test_the_seed_repeats_what_happened() -> None:
+def test_the_seed_repeats_what_happened():
     texts = []
     for _ in range(2):
         with pytest.raises(CommError) as caught:

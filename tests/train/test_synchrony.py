@@ -4,17 +4,15 @@ odd sizes.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.train.jobs import arrays
 
-Train: TypeAlias = Callable[[str], Path]
+Train = Callable[[str], Path]
 
 BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
 
@@ -42,7 +40,7 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--sync never", "--sync "),
     ],
 )
-def test_wrong_use_is_one_sentence(group: Group, tmp_path: Path, words: str, sentence: str) -> None:
+def test_wrong_use_is_one_sentence(group, tmp_path, words, sentence):
     with pytest.raises(UsageError) as caught:
         main(f"{BASE} {words} --out {tmp_path / 'run'}".split(), group)
     assert str(caught.value).startswith(sentence)
@@ -51,7 +49,7 @@ def test_wrong_use_is_one_sentence(group: Group, tmp_path: Path, words: str, sen
     assert not list(tmp_path.iterdir())
 
 
-def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
+def test_one_worker_out_of_step_is_the_serial_run(train):
     """And its steps are as many, with a short segment at the end of each epoch and one at the end
     of the run.
     """
@@ -73,7 +71,7 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
         "--sync ssp --microbatches 3 --epochs 1 --clip 0.1",
     ],
 )
-def test_odd_sizes_train(train: Train, words: str) -> None:
+def test_odd_sizes_train(train, words):
     records = read_metrics(train(f"--model mlp --dataset iris {words}") / "metrics.jsonl")
     assert [record["kind"] for record in records].count("test") == 1
     steps = [record["global_step"] for record in records]

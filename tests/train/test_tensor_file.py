@@ -6,7 +6,6 @@ import json
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.checkpoint import CheckpointWriter, TensorFile
 from nnmpi.train.signature import ModelSignature
 
-ARRAYS: dict[str, Array] = {
+ARRAYS = {
     "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
     "transposed": np.arange(12, dtype=np.float32).reshape(3, 4).T,
     "fortran": np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
@@ -44,14 +43,14 @@ def write(folder: Path, arrays: dict[str, Array]) -> Path:
     return folder / writer.finish({}, keep=1) / "file"
 
 
-def assert_same(found: dict[str, Array], expected: dict[str, Array]) -> None:
+def assert_same(found: dict[str, Array], expected: dict[str, Array]):
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_library_reads_what_is_written(tmp_path):
     for number, arrays in enumerate((ARRAYS, dict(reversed(ARRAYS.items())), {})):
         file = write(tmp_path / f"{number}", arrays)
         assert_same(load_file(file), arrays)
@@ -59,14 +58,14 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
         assert read_json(file.with_name("state.json"))["files"] == {"file": facts}
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+def test_what_the_library_writes_is_read(tmp_path):
     arrays = {name: np.array(array, order="C") for name, array in ARRAYS.items()}
     save_file(arrays, tmp_path / "file")
     result = TensorFile(tmp_path / "file")
     assert_same({name: result[name] for name in result.specs}, arrays)
 
 
-def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_one_array_is_in_memory_at_a_time(tmp_path):
     specs = {f"{number}": ArraySpec((1000, 125), "float64") for number in range(10)}  # 1 MB each
     writer = CheckpointWriter(tmp_path, 1)
     writer.begin()
@@ -82,7 +81,7 @@ def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path):
     (tmp_path / "bad").write_bytes(b"\x10" + bytes(40))
     for name in ("bad", "absent"):
         with pytest.raises(CheckpointError, match=f"{name}: cannot be read"):
@@ -94,7 +93,7 @@ def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self/maps").exists(), reason="only Linux lists a process's maps"
 )
-def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
+def test_a_file_is_not_kept_open(tmp_path):
     """A checkpoint that a run began from is removed while it goes on, and then takes up no place on
     the disk.
     """
@@ -120,7 +119,7 @@ def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
         {"scale": None},
     ],
 )
-def test_a_signature_of_other_kinds_is_refused(values: Any) -> None:
+def test_a_signature_of_other_kinds_is_refused(values):
     """It stands in the metadata of weights that may be anybody's."""
     right = asdict(ModelSignature("iris", (4,), 3))
     wrong = right | values if isinstance(values, dict) and values else values

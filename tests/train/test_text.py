@@ -28,7 +28,7 @@ KINDS = ("train", "eval", "test")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(1)
@@ -56,7 +56,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return {name: x for file in last.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-def check_equal(found: Path, expected: Path) -> None:
+def check_equal(found: Path, expected: Path):
     for first, other in zip(records(found, *KINDS), records(expected, *KINDS), strict=True):
         for key in ("loss", "accuracy", "grad_norm", "perplexity"):
             assert first.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, first)
@@ -65,7 +65,7 @@ def check_equal(found: Path, expected: Path) -> None:
         np.testing.assert_allclose(values, theirs[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
 
-def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path) -> None:
+def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place):
     """Keys and values go round in MPI's messages, and the run goes on with whole sequences."""
     words = f"{GPT} {SHORT} --dataset sums.csv --text-columns problem,solution --save-every 2steps"
     job = train(place, f"{words} --sp 2 --out job", 2)
@@ -80,7 +80,7 @@ def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path
 
 
 @pytest.mark.parametrize("model", [GPT, LSTM], ids=["gpt", "lstm"])
-def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
+def test_a_run_goes_on_to_the_same_bits(model):
     words = f"{model} {SHORT} --dataset words.txt --save-every 3steps --dropout 0.1"
     full = run(words, "whole", 2)
     shutil.copytree(full, "stopped")
@@ -100,7 +100,7 @@ def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
     np.testing.assert_equal(weights(Path("stopped")), weights(full))
 
 
-def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
+def test_the_tokenizer_is_kept_and_must_stay(place):
     folder = run(f"{GPT} {SHORT} --dataset words.txt --save-every 2steps", "run")
     assert json.loads((folder / "config.json").read_text())["tokenizer"] == "characters"
     saved = load_tokenizer(folder / "tokenizer")
@@ -112,7 +112,7 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
         on_ranks(main, "--resume run")
 
 
-def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> None:
+def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place):
     run(f"{GPT} {SHORT} --dataset words.txt --tokenizer bytes", "first")
     words = (
         f"--model gpt --pretrained first {SHORT} --dataset sums.csv --text-columns problem,solution"
@@ -125,7 +125,7 @@ def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> 
         run(f"{words} --tokenizer characters", "third")
 
 
-def test_perplexities_and_tokens_are_reported() -> None:
+def test_perplexities_and_tokens_are_reported():
     folder = run(f"{LSTM} {SHORT} --dataset words.txt", "run")
     for item in records(folder, "train", "eval", "test"):
         assert item["perplexity"] == pytest.approx(np.exp(item["loss"]))
@@ -178,7 +178,7 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_said_once(place: Path, words: str, sentence: str) -> None:
+def test_what_does_not_fit_is_said_once(place, words, sentence):
     (place / "bad.txt").write_bytes(b"caf\xe9 au lait")
     (place / "small.py").write_text(
         "from nnmpi import nn\n\ndef build(shape, classes):\n    return nn.Embedding(9, 2)\n"

@@ -23,7 +23,7 @@ class Clock:
     look.
     """
 
-    def __init__(self, ahead_s: float) -> None:
+    def __init__(self, ahead_s: float):
         self.now_s = 1000.0 + ahead_s
 
     def __call__(self) -> float:
@@ -50,9 +50,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz"])
-def test_all_ranks_are_in_one_file(
-    group: Group, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_are_in_one_file(group, tmp_path, name, monkeypatch):
     """Ranks of nodes whose clocks are apart by hours did the same at the same time, and so it is
     shown.
     """
@@ -92,9 +90,7 @@ def raised(group: Group, path: Path, timeline: Timeline) -> list[str]:
     return group.gather(text)
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(
-    group: Group, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(group, tmp_path):
     (tmp_path / "file").write_text("")
     text = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
     assert len(set(text)) == 1
@@ -108,7 +104,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(
     assert all(group.gather(sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]))
 
 
-def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_path: Path) -> None:
+def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group, tmp_path):
     last = group.size - 1
     timeline = around_a_ring(group, 0.0)
     if group.rank == last:
@@ -120,10 +116,10 @@ def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_
     assert all(group.gather(not list(tmp_path.iterdir())))
 
 
-def test_ranks_without_events(group: Group, tmp_path: Path) -> None:
+def test_ranks_without_events(group, tmp_path):
     timeline = around_a_ring(group, 0.0) if group.rank == group.size - 1 else Timeline()
     write_trace(tmp_path / "trace.json", timeline, group)
-    wrong: list[str] = []
+    wrong = []
     if group.is_root:
         trace = read(tmp_path / "trace.json")
         wrong = breaches(trace) + (

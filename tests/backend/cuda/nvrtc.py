@@ -61,7 +61,7 @@ def _text(program: ctypes.c_void_p, function: str) -> bytes:
     return text.raw
 
 
-def _call(function: str, *args: object) -> None:
+def _call(function: str, *args: object):
     code = getattr(library(), function)(*args)
     if code:
         raise CompileError(f"{function} gives {code}")

@@ -5,7 +5,6 @@ the double is as strict as it says.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,13 @@ RNG = np.random.default_rng(3)
 
 
 @pytest.fixture
-def backend() -> Backend:
+def backend():
     """The backend on the double of CuPy."""
     return library.device_backend()
 
 
 @pytest.fixture
-def double(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def double(backend, monkeypatch):
     """The double of the frontend, without plans from other tests."""
     result = sys.modules["cudnn"]
     assert result.__file__ is not None
@@ -77,9 +76,7 @@ def convolved(backend: Backend, dtype: Any, function: Any = conv2d) -> list[Any]
 
 @pytest.mark.parametrize("function", [conv2d, conv_transpose2d])
 @pytest.mark.parametrize("mode", ["float32", "tf32", "bf16"])
-def test_a_refused_plan_is_computed_without_cudnn(
-    backend: Backend, double: Any, mode: str, function: Any
-) -> None:
+def test_a_refused_plan_is_computed_without_cudnn(backend, double, mode, function):
     """Each of the three operations by itself, with the same numbers."""
     dtype = BFLOAT16 if mode == "bf16" else FLOAT32
     names = ("conv_fprop", "conv_dgrad", "conv_wgrad")
@@ -96,7 +93,7 @@ def test_a_refused_plan_is_computed_without_cudnn(
             double.REFUSED.clear()
 
 
-def test_a_plan_is_built_once_for_each_form(backend: Backend, double: Any) -> None:
+def test_a_plan_is_built_once_for_each_form(backend, double):
     """Forms of one size are told apart, and so are precisions and options; a refusal is kept."""
     library, built = operations(backend), len(double.BUILT)
     for _ in range(2):
@@ -119,7 +116,7 @@ def test_a_plan_is_built_once_for_each_form(backend: Backend, double: Any) -> No
     assert not library.input_gradient(grad, kernels, x, ALONE)
 
 
-def test_no_engine_rounds_float32_or_adds_at_random(backend: Backend, double: Any) -> None:
+def test_no_engine_rounds_float32_or_adds_at_random(backend, double):
     """1 + 2^-12 has more bits than TF32."""
     notes = double.numerical_note
     for mode, exact in (("float32", True), ("tf32", False)):
@@ -133,7 +130,7 @@ def test_no_engine_rounds_float32_or_adds_at_random(backend: Backend, double: An
         assert notes.NONDETERMINISTIC in double.BUILT[-1].notes
 
 
-def test_the_weights_gradient_is_kept_in_float32(backend: Backend, double: Any) -> None:
+def test_the_weights_gradient_is_kept_in_float32(backend, double):
     """Of bfloat16, too: 257 pixels of 1 need 9 bits. Where cuDNN writes none, it is rounded."""
     x = Tensor(backend.asarray(np.ones((257, 2, 2, 1), BFLOAT16)))
     for refused, sum_of_ones in (((), 257), (("conv_wgrad FLOAT",), 256)):
@@ -147,10 +144,10 @@ def test_the_weights_gradient_is_kept_in_float32(backend: Backend, double: Any) 
         assert double.EXECUTED[-1] == "conv_wgrad"
 
 
-def test_what_cudnn_is_not_asked_for(backend: Backend, double: Any) -> None:
+def test_what_cudnn_is_not_asked_for(backend, double):
     """float64, arrays without elements, products of pixels, and everything without kernels."""
 
-    def run(*shape: int, kernel: int = 3, dtype: Any = FLOAT32) -> None:
+    def run(*shape: int, kernel: int = 3, dtype: Any = FLOAT32):
         x, weight = (
             drawn(backend, *shape, dtype=dtype),
             drawn(backend, kernel, kernel, 3, 2, dtype=dtype),
@@ -167,7 +164,7 @@ def test_what_cudnn_is_not_asked_for(backend: Backend, double: Any) -> None:
     assert list(double.EXECUTED) == ["conv_fprop"]
 
 
-def test_a_view_that_begins_anywhere_is_copied(backend: Backend, double: Any) -> None:
+def test_a_view_that_begins_anywhere_is_copied(backend, double):
     """cuDNN takes addresses for multiples of 16 bytes."""
     whole, weight = drawn(backend, 3, 5, 5, 3), drawn(backend, 3, 3, 3, 2)
     part = whole[1:]
@@ -178,7 +175,7 @@ def test_a_view_that_begins_anywhere_is_copied(backend: Backend, double: Any) ->
     assert list(double.EXECUTED) == ["conv_fprop"]
 
 
-def test_a_stream_of_its_own(backend: Backend, double: Any) -> None:
+def test_a_stream_of_its_own(backend, double):
     """A plan runs in the stream that is current at its call."""
     cuda, library = backend.xp.cuda, operations(backend)
     x, kernels, y = (
@@ -193,7 +190,7 @@ def test_a_stream_of_its_own(backend: Backend, double: Any) -> None:
     assert len(double.EXECUTED) == 3
 
 
-def test_in_a_graph(backend: Backend, double: Any) -> None:
+def test_in_a_graph(backend, double):
     """What is captured is done at each launch, on what the arrays hold then."""
     xp, library = backend.xp, operations(backend)
     x, kernels, y = (
@@ -220,7 +217,7 @@ def test_in_a_graph(backend: Backend, double: Any) -> None:
 class Kernels(DeviceKernels):
     """The kernels of a device, whose softmax the double's functions compute."""
 
-    def _softmax(self, name: str, scale: float, causal: bool, *arrays: Any) -> None:
+    def _softmax(self, name: str, scale: float, causal: bool, *arrays: Any):
         xp, shape = self.xp, arrays[0].shape
         shown = shape[3] - shape[2] if causal else shape[3]
         hidden = ~xp.tri(*shape[2:], shown, dtype=bool)
@@ -252,14 +249,14 @@ def attended(q: Any, k: Any, v: Any, grad: Any, causal: bool) -> list[Any]:
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 9), (1, 1)])
 @pytest.mark.parametrize("refused", [(), ("sdpa",), ("sdpa_backward",)], ids=str)
 def test_attention(
-    backend: Backend,
-    double: Any,
-    queries: int,
-    keys: int,
-    causal: bool,
-    dtype: Any,
-    refused: tuple[str, ...],
-) -> None:
+    backend,
+    double,
+    queries,
+    keys,
+    causal,
+    dtype,
+    refused,
+):
     """Also of packed heads, of later queries, and where cuDNN has a plan for one way alone."""
     heads, features, kernels = 3, 8, Kernels(backend.xp)
     double.REFUSED.update(refused)
@@ -288,7 +285,7 @@ def test_attention(
     assert set(double.EXECUTED) == expected
 
 
-def test_attention_that_cudnn_does_not_compute(backend: Backend, double: Any) -> None:
+def test_attention_that_cudnn_does_not_compute(backend, double):
     """Other features, float32, a gradient that is one number in many places, a single token."""
     xp, kernels = backend.xp, Kernels(backend.xp)
 
@@ -318,7 +315,7 @@ def test_attention_that_cudnn_does_not_compute(backend: Backend, double: Any) ->
 # ---- without cuDNN
 
 
-def test_why_there_is_none(backend: Backend, double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_there_is_none(backend, double, monkeypatch):
     """The frontend may lack, or the library behind it."""
     assert module.describe() == "cuDNN 9.19.0"
 
@@ -333,13 +330,11 @@ def test_why_there_is_none(backend: Backend, double: Any, monkeypatch: pytest.Mo
     assert len(convolved(backend, FLOAT32)) == 4
 
 
-def test_a_graph_that_cudnn_does_not_know(
-    backend: Backend, double: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_cudnn_does_not_know(backend, double, monkeypatch):
     """It says so in the words of its status, too; any other failure is one."""
     words = ["CUDNN_STATUS_BAD_PARAM_DATATYPE_MISMATCH"]
 
-    def failing(graph: Any) -> None:
+    def failing(graph: Any):
         raise RuntimeError(f"detail::finalize(...) failed with message: , and code: {words[0]}")
 
     expected = convolved(backend, FLOAT32)
@@ -357,9 +352,7 @@ def test_a_graph_that_cudnn_does_not_know(
         convolved(backend, FLOAT32)
 
 
-def test_attention_needs_a_cudnn_that_can_be_captured(
-    backend: Backend, double: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_needs_a_cudnn_that_can_be_captured(backend, double, monkeypatch):
     """Older ones copy from the host."""
     monkeypatch.setattr(double, "backend_version", lambda: 91500)
     q = backend.zeros((1, 1, 4, 8), BFLOAT16)
@@ -372,7 +365,7 @@ def test_attention_needs_a_cudnn_that_can_be_captured(
 # ---- the double itself
 
 
-def test_the_double_notices(backend: Backend, double: Any) -> None:
+def test_the_double_notices(backend, double):
     """Memory that is gone or too small, an address between, another stream, and a wrong form."""
     xp, kind = backend.xp, double.data_type.FLOAT
 
@@ -402,7 +395,7 @@ def test_the_double_notices(backend: Backend, double: Any) -> None:
     made, tensors = graph(6, 6)
     x, kernels, y, room = (xp.zeros(size, FLOAT32) for size in (6 * 6 * 3 + 1, 54, 72, 250))
 
-    def execute(x: int, workspace: int = room.data.ptr, stream: int = 0) -> None:
+    def execute(x: int, workspace: int = room.data.ptr, stream: int = 0):
         handle = double.create_handle()
         double.set_stream(handle, stream)
         places = dict(zip(tensors, (x, kernels.data.ptr, y.data.ptr), strict=True))
@@ -439,7 +432,7 @@ print(json.dumps(names))
 """
 
 
-def test_the_double_has_the_frontends_names(double: Any) -> None:
+def test_the_double_has_the_frontends_names(double):
     """And the parameters of its operations."""
     paths = [path for path in sys.path if Path(path) != library.FOLDER]
     code = f"import sys; sys.path[:] = {paths!r}\n{NAMES}"

@@ -21,10 +21,10 @@ MACHINE = Machine.uniform(LATENCY_S, BYTE_S)
 
 @pytest.mark.parametrize("cpu_factor", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
-def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
+def test_values_of_all_calls(size, cpu_factor):
     """Every call on one communicator, for several seeds."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         comm, rank = group.comm, group.rank
         counts = [1 + item % 3 for item in range(size)]
         values, triangle = np.arange(sum(counts), dtype=np.int64), size * (size - 1) // 2
@@ -60,7 +60,7 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
 
 @pytest.mark.parametrize("cpu_factor", [0, 1])
 @pytest.mark.parametrize("length", [0, 3, 5000])
-def test_messages_with_one_tag_do_not_overtake_one_another(length: int, cpu_factor: float) -> None:
+def test_messages_with_one_tag_do_not_overtake_one_another(length, cpu_factor):
     """Short ones and long ones, in turns with another tag."""
 
     def main(group: Group) -> list[int]:
@@ -88,7 +88,7 @@ def test_messages_with_one_tag_do_not_overtake_one_another(length: int, cpu_fact
         assert simulate(main, 2, MACHINE, seed, cpu_factor)[1] == list(range(12))
 
 
-def test_seeds_give_other_orders_and_the_same_seed_the_same() -> None:
+def test_seeds_give_other_orders_and_the_same_seed_the_same():
     """Who of several senders is seen first is drawn; the same seed draws the same."""
 
     def main(group: Group) -> list[int]:
@@ -97,7 +97,7 @@ def test_seeds_give_other_orders_and_the_same_seed_the_same() -> None:
             comm.wait_all([comm.isend(np.zeros(1), 0, 0)])
             return []
         waiting = {rank: comm.irecv(np.zeros(1), rank, 0) for rank in range(1, group.size)}
-        order: list[int] = []
+        order = []
 
         def look() -> bool:
             order.extend(
@@ -119,7 +119,7 @@ def test_seeds_give_other_orders_and_the_same_seed_the_same() -> None:
         assert len(set(orders)) >= least
 
 
-def test_times_are_the_machines() -> None:
+def test_times_are_the_machines():
     """A long message between two ranks, a ring of them, and one link that all of a node's ranks
     share.
     """
@@ -140,7 +140,7 @@ def test_times_are_the_machines() -> None:
     assert result == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
     shared = Machine(Link.line(0.0, 0.0), Link.line(LATENCY_S, BYTE_S), nodes=(0, 0, 1, 1))
 
-    def across(group: Group) -> None:
+    def across(group: Group):
         buffer = np.zeros(10**5)
         comm = group.comm
         comm.wait_all(
@@ -157,7 +157,7 @@ def test_times_are_the_machines() -> None:
 
 
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
-def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor: float) -> None:
+def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor):
     """And a rank that has waited in vain may do so again; who waits for ever is still found."""
 
     def main(group: Group) -> list[bool]:
@@ -179,7 +179,7 @@ def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor: float) -> No
     assert result == [False, False, True] if cpu_factor == 0 else result[-1]
 
 
-def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> None:
+def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag():
     """They travel one behind the other."""
 
     def main(group: Group) -> float:
@@ -196,7 +196,7 @@ def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> Non
     assert simulate(main, 2, MACHINE, cpu_factor=0)[1] == pytest.approx(LATENCY_S + 800008 * BYTE_S)
 
 
-def test_nobody_has_a_message_before_it_has_arrived() -> None:
+def test_nobody_has_a_message_before_it_has_arrived():
     """Whenever the seed lets it be seen, also by a rank that does not have to wait for it any
     more.
     """
@@ -216,7 +216,7 @@ def test_nobody_has_a_message_before_it_has_arrived() -> None:
         assert simulate(main, 2, MACHINE, seed, cpu_factor=1e-9)[1] >= LATENCY_S + 800 * BYTE_S
 
 
-def test_who_takes_one_message_at_each_look_is_asked_again() -> None:
+def test_who_takes_one_message_at_each_look_is_asked_again():
     """Although nothing has come since: there is more to be found."""
 
     def main(group: Group) -> int:
@@ -238,7 +238,7 @@ def test_who_takes_one_message_at_each_look_is_asked_again() -> None:
         assert simulate(main, 2, cpu_factor=cpu_factor)[1] == 200
 
 
-def test_computing_takes_its_processor_time() -> None:
+def test_computing_takes_its_processor_time():
     """Times a factor; without one it takes none."""
 
     def main(group: Group) -> float:
@@ -253,7 +253,7 @@ def test_computing_takes_its_processor_time() -> None:
     assert simulate(main, 3, cpu_factor=0).seconds == 0
 
 
-def test_groups_of_nodes() -> None:
+def test_groups_of_nodes():
     """Ranks are on nodes by the machine's table; those of one node share memory."""
     machine = Machine(Link.line(0, 0), nodes=(0, 1, 0, 1, 1))
 
@@ -276,7 +276,7 @@ def test_groups_of_nodes() -> None:
 @pytest.mark.parametrize(
     ("ranks", "cpu_factor"), [(0, 1.0), (-1, 1.0), (2, -1.0), (2, float("nan")), (2, float("inf"))]
 )
-def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> None:
+def test_what_cannot_be_simulated_is_refused(ranks, cpu_factor):
     """With a sentence."""
     named = (
         f"ranks is {ranks}; give a whole" if ranks < 1 else f"cpu_factor is {cpu_factor}; give a"
@@ -285,7 +285,7 @@ def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> N
         simulate(lambda group: None, ranks, cpu_factor=cpu_factor)
 
 
-def test_ranks_compute_as_who_simulates_them_does() -> None:
+def test_ranks_compute_as_who_simulates_them_does():
     """With the same kernels and precision: what the planner measures on them is what a run would
     take.
     """
@@ -301,7 +301,7 @@ def test_ranks_compute_as_who_simulates_them_does() -> None:
 
 
 @pytest.mark.parametrize(("groups", "each"), [(1, 4), (2, 3), (4, 2), (4, 4)])
-def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups: int, each: int) -> None:
+def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups, each):
     """A rank of each group on every node: the slowest takes the time that the cost model gives to
     groups on shared links, and not that of one group alone.
     """
@@ -325,7 +325,7 @@ def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups: int, 
     assert took_s == pytest.approx(expected_s, rel=0.05)
 
 
-def test_a_native_sum_within_a_node_waits_for_no_link() -> None:
+def test_a_native_sum_within_a_node_waits_for_no_link():
     machine = Machine(MACHINE.inside, MACHINE.inside, nodes=(0, 0, 1, 1))
 
     def main(group: Group) -> float:

@@ -30,7 +30,7 @@ DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in 
 def two(first: Fault | None, second: Fault | None) -> Fault:
     """Return what ranks 0 and 1 start, each for itself, and wait for."""
 
-    def fault(comm: Any) -> None:
+    def fault(comm: Any):
         local = {0: first, 1: second}.get(comm.rank)
         comm.wait_all([local(comm)] if local is not None else [])
 
@@ -45,37 +45,37 @@ def receive(length: int = SHORT, tag: int = 7, source: int = 0) -> Fault:
     return lambda comm: comm.irecv(np.zeros(length), source, tag)
 
 
-def missing_wait_of_a_send(comm: Any) -> None:
+def missing_wait_of_a_send(comm: Any):
     if comm.rank == 0:
         comm.isend(np.zeros(4), 1, 7)
     comm.wait_all([comm.irecv(np.zeros(4), 0, 7)] if comm.rank == 1 else [])
 
 
-def missing_wait_of_a_receive(comm: Any) -> None:
+def missing_wait_of_a_receive(comm: Any):
     comm.wait_all([comm.isend(np.zeros(4), 1, 7)] if comm.rank == 0 else [])
     if comm.rank == 1:
         comm.irecv(np.zeros(4), 0, 7)
 
 
-def a_receive_into_a_buffer_in_use(comm: Any) -> None:
+def a_receive_into_a_buffer_in_use(comm: Any):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.irecv(buffer[:5], 1, 1), comm.irecv(buffer[4:], 1, 2)])
 
 
-def a_receive_into_what_is_sent(comm: Any) -> None:
+def a_receive_into_what_is_sent(comm: Any):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.isend(buffer, 1, 1), comm.irecv(buffer[4:], 1, 2)])
 
 
-def a_send_of_what_is_received(comm: Any) -> None:
+def a_send_of_what_is_received(comm: Any):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.irecv(buffer, 1, 2), comm.isend(buffer[4:], 1, 1)])
 
 
-def a_change_of_what_is_sent(comm: Any) -> None:
+def a_change_of_what_is_sent(comm: Any):
     buffer = np.zeros(LONG)
     if comm.rank == 0:
         request = comm.isend(buffer, 1, 1)
@@ -85,26 +85,26 @@ def a_change_of_what_is_sent(comm: Any) -> None:
         comm.wait_all([comm.irecv(buffer, 0, 1)])
 
 
-def another_order_of_collectives(comm: Any) -> None:
+def another_order_of_collectives(comm: Any):
     calls = [comm.barrier, lambda: comm.allreduce(np.zeros(4))]
     for call in calls if comm.rank == 0 else reversed(calls):
         call()
 
 
-def a_started_collective_that_others_wait_in(comm: Any) -> None:
+def a_started_collective_that_others_wait_in(comm: Any):
     if comm.rank == 0:
         comm.wait_all([comm.iallreduce(np.zeros(4))])
     else:
         comm.allreduce(np.zeros(4))
 
 
-def a_rank_that_leaves_early(comm: Any) -> None:
+def a_rank_that_leaves_early(comm: Any):
     comm.barrier()
     if comm.rank != 1:
         comm.barrier()
 
 
-def other_counts(comm: Any) -> None:
+def other_counts(comm: Any):
     counts = [1, 2, 3] if comm.rank else [1, 2, 4]
     comm.allgatherv(np.zeros(counts[comm.rank]), np.zeros(sum(counts)), counts)
 
@@ -112,7 +112,7 @@ def other_counts(comm: Any) -> None:
 def around(sends_first: bool, length: int) -> Fault:
     """Return what waits in a circle: each rank for the other end of its first message."""
 
-    def fault(comm: Any) -> None:
+    def fault(comm: Any):
         ahead, behind, buffer = (
             (comm.rank + 1) % comm.size,
             (comm.rank - 1) % comm.size,
@@ -125,20 +125,20 @@ def around(sends_first: bool, length: int) -> Fault:
     return fault
 
 
-def a_loop_that_looks_for_ever(comm: Any) -> None:
+def a_loop_that_looks_for_ever(comm: Any):
     if comm.rank == 0:
         request = comm.irecv(np.zeros(4), 1, 0)
         while not comm.test_all([request]):
             pass
 
 
-def loops_that_look_for_one_another(comm: Any) -> None:
+def loops_that_look_for_one_another(comm: Any):
     request = comm.irecv(np.zeros(4), (comm.rank + 1) % comm.size, 0)
     while not comm.test_all([request]):
         pass
 
 
-FAULTS: dict[str, tuple[Fault, str]] = {
+FAULTS = {
     "wrong tag": (
         two(send(), receive(tag=8)),
         r"deadlock|nobody received rank 0's send to rank 1 with tag 7",
@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_named(fault, monkeypatch):
     """Whatever the seed, by time or drawn, and with the line of this file in which it was made."""
     monkeypatch.setattr(scheduler, "FRUITLESS_POLLS", 2000)
     work, words = FAULTS[fault]
@@ -251,10 +251,10 @@ def test_a_mistake_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_fails_when_all_have_come_ends_the_simulation(waits: bool) -> None:
+def test_what_fails_when_all_have_come_ends_the_simulation(waits):
     """Even where no rank waits for it any more: then nobody else would end."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         request = group.comm.ireduce_scatter(np.zeros(6), np.zeros(3), [2, 2, 2])
         group.comm.wait_all([request] if waits else [])
 
@@ -262,8 +262,8 @@ def test_what_fails_when_all_have_come_ends_the_simulation(waits: bool) -> None:
         simulate(main, 3, check=False)
 
 
-def test_a_deadlock_says_in_which_step_of_training_each_rank_is() -> None:
-    def main(group: Group) -> None:
+def test_a_deadlock_says_in_which_step_of_training_each_rank_is():
+    def main(group: Group):
         group.comm.world.step = 40 + group.rank
         if group.rank:
             group.barrier()
@@ -274,13 +274,13 @@ def test_a_deadlock_says_in_which_step_of_training_each_rank_is() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
+def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks):
     """Neighbours send to each other before either receives; with a send and a receive as one, all
     goes through.
     """
     alone = add_transfers(make("1f1b", ranks, 2 * ranks))
 
-    def play(schedule: Schedule, group: Group) -> None:
+    def play(schedule: Schedule, group: Group):
         data = np.zeros(LONG)
         for item in schedule.programs[group.rank]:
             requests = []
@@ -304,10 +304,10 @@ def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
     )
 
 
-def test_what_a_rank_raises_comes_out_with_its_rank() -> None:
+def test_what_a_rank_raises_comes_out_with_its_rank():
     """With its own traceback, while the others are broken off where they wait."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         if group.rank == 2:
             raise ValueError("boom")
         group.barrier()

@@ -88,7 +88,7 @@ def look(
         if not _start(words, folder / "user-3"):
             pytest.skip("Chromium does not come to the end of an empty page")
     assert text, "Chromium has not come to the end of the page, twice"
-    result: dict[str, Any] = json.loads(html.unescape(text))
+    result = json.loads(html.unescape(text))
     assert not result.pop("errors") and "error" not in result, result
     assert result.pop("width") <= WIDTHS[width], "the page is wider than its window"
     assert (sum(map(int, re.findall(r"\d+", result.pop("paper"))[:3])) < 200) == dark

@@ -4,7 +4,6 @@ desk's, light and dark.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("one", COLLECTIVES.values(), ids=["-".join(key) for key in COLLECTIVES])
-def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
+def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one):
     """What is said of messages leads from the beginning to the end, and their clocks are those of
     `price`.
     """
@@ -50,7 +49,7 @@ def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
+def ring(tmp_path_factory):
     """The page of a ring on 4 ranks."""
     file = tmp_path_factory.mktemp("pages") / "ring.html"
     assert comm(["render", "ring", "--ranks", "4", "--html", str(file)]).endswith(
@@ -60,7 +59,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
+def pipeline(tmp_path_factory):
     """The page of 1F1B with 3 stages and 4 microbatches."""
     file = tmp_path_factory.mktemp("pages") / "1f1b.html"
     schedule(["--pipeline", "1f1b", "--stages", "3", "--microbatches", "4", "--html", str(file)])
@@ -68,9 +67,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
-def test_a_ring_is_stepped_through_with_keys(
-    ring: str, tmp_path: Path, width: str, dark: bool
-) -> None:
+def test_a_ring_is_stepped_through_with_keys(ring, tmp_path, width, dark):
     script = """
         const told = [texts(".figures")];
         press("Home");
@@ -106,7 +103,7 @@ def test_a_ring_is_stepped_through_with_keys(
 @pytest.mark.parametrize(
     "network", [(), ("--network", "alpha_us=3,gbit=7"), ("--network", "alpha=0.002,beta=3e-9")]
 )
-def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple[str, ...]) -> None:
+def test_a_page_has_the_price_of_the_command_line(tmp_path, network):
     """Of an algorithm of one's own, too, whatever the sliders' steps are."""
     (tmp_path / "mine.py").write_text(
         "from nnmpi.comm.algorithms.ring import ring\ndef mine(rank, size): return ring(rank, size)"
@@ -118,7 +115,7 @@ def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple
     assert message and text.endswith(f" of {float(message[1]):.3g} ms, 8 messages")
 
 
-def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
+def test_sliders_change_costs_and_crossings(ring, tmp_path):
     """More ranks, another algorithm, shorter buffers; what is not drawn is priced."""
     script = """
         const told = [texts(".crossings")[0]];
@@ -152,9 +149,7 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
-def test_a_pipeline_is_stepped_through(
-    pipeline: str, tmp_path: Path, width: str, dark: bool
-) -> None:
+def test_a_pipeline_is_stepped_through(pipeline, tmp_path, width, dark):
     script = """
         const told = [texts(".figures")[0], texts(".clock")[0]];
         const theme = () => document.documentElement.dataset.theme;
@@ -183,7 +178,7 @@ def test_a_pipeline_is_stepped_through(
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
 
 
-def test_a_page_begins_with_the_given_bytes_and_stages_of_a_rank_differ(tmp_path: Path) -> None:
+def test_a_page_begins_with_the_given_bytes_and_stages_of_a_rank_differ(tmp_path):
     """In the figures, and in colour."""
     file = tmp_path / "page.html"
     comm(["render", "ring", "--bytes", "64k", "--html", str(file)])
@@ -198,7 +193,7 @@ def test_a_page_begins_with_the_given_bytes_and_stages_of_a_rank_differ(tmp_path
     assert look(file.read_text(), script, tmp_path)["told"] == 4
 
 
-def test_a_plans_film_is_its_price() -> None:
+def test_a_plans_film_is_its_price():
     """Bytes and clock of each action; transfers go beside what is computed, one after another, and
     are waited for.
     """
@@ -226,7 +221,7 @@ def test_a_plans_film_is_its_price() -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
-def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool) -> None:
+def test_a_memory_plan_is_stepped_through(tmp_path, width, dark):
     file = tmp_path / "plan.html"
     printed = memory(f"plan --layers 6 --budget 50% --bandwidth 2MiB --html {file}".split())
     assert printed.endswith(f"open {file} in a browser")
@@ -257,10 +252,10 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
     assert end.startswith("action 17 of 17, B0")
     assert re.search(r"least +([\d.]+ MiB)", printed)[1] in least and not least.endswith(
         "; 0 layers recomputed"
-    )  # type: ignore[index]
+    )
 
 
-def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
+def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path):
     name = "</script><script>alert(1)<!--<script> @STYLE@"
     page = make_page("collective", "a <b> & c @DATA@", {"name": name})
     assert "<h1>a &lt;b&gt; &amp; c @DATA@</h1>" in page and page.count("</script>") == 2

@@ -46,11 +46,10 @@ def show(tmp_path: Path, kind: str, program: str, **settings: str) -> dict[str, 
         text=True,
         check=True,
     )
-    result: dict[str, Any] = json.loads(ran.stdout)
-    return result
+    return json.loads(ran.stdout)
 
 
-def test_a_right_all_reduce_is_proved_priced_and_drawn(tmp_path: Path) -> None:
+def test_a_right_all_reduce_is_proved_priced_and_drawn(tmp_path):
     result = show(tmp_path, "all_reduce", PROGRAMS["all_reduce"])
     assert result["text"].startswith("proved on 4 ranks: 6 rounds, 6 messages, 24 chunks sent")
     # 6 x (10 us + 1 MiB x 0.8 ns)
@@ -59,7 +58,7 @@ def test_a_right_all_reduce_is_proved_priced_and_drawn(tmp_path: Path) -> None:
     assert '"first":"yours"' in result["page"]
 
 
-def test_a_right_schedule_is_checked_and_drawn(tmp_path: Path) -> None:
+def test_a_right_schedule_is_checked_and_drawn(tmp_path):
     result = show(tmp_path, "schedule", PROGRAMS["schedule"], network="")
     assert "bubble            60.0 %" in result["text"] and "rank 3  .  .  .  F0" in result["text"]
     assert "your schedule beside others" in result["page"]
@@ -92,9 +91,7 @@ def test_a_right_schedule_is_checked_and_drawn(tmp_path: Path) -> None:
         ("all_reduce", PROGRAMS["all_reduce"], {"network": "fast"}, "is not understood"),
     ],
 )
-def test_mistakes_are_named(
-    kind: str, program: str, settings: dict[str, str], sentence: str, tmp_path: Path
-) -> None:
+def test_mistakes_are_named(kind, program, settings, sentence, tmp_path):
     result = show(tmp_path, kind, program, **settings)
     assert sentence in result["text"] and result["failed"] and not result["page"]
     assert "run.py" not in result["text"]
@@ -133,7 +130,7 @@ SCRIPT = """
 """
 
 
-def test_a_reader_runs_programs_in_chromium(tmp_path: Path) -> None:
+def test_a_reader_runs_programs_in_chromium(tmp_path):
     """From a disk, where nothing else can be reached: right and wrong, ended while it runs, and
     after that.
     """
@@ -158,15 +155,15 @@ def test_a_reader_runs_programs_in_chromium(tmp_path: Path) -> None:
 
 def answered(file: Path, user: Path) -> Any:
     """Return what `SCRIPT` returns on the page, which is written to `file`; it tells a server."""
-    answers: queue.Queue[bytes] = queue.Queue()
+    answers = queue.Queue()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             answers.put(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(204)
             self.end_headers()
 
-        def log_message(self, *args: object) -> None:
+        def log_message(self, *args: object):
             """Say nothing."""
 
     blocks = "".join(

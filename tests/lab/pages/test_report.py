@@ -5,7 +5,6 @@ import math
 import shutil
 import struct
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ FACTS = [["layout", "dp 2, 2 ranks on 1 node (here)"], ["data", "iris"], ["all-r
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run's folder with four steps, two evaluations, and a gradient that is two updates old."""
     folder = tmp_path / "my-run"
     folder.mkdir()
@@ -85,7 +84,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_numbers_are_the_runs(run: Path) -> None:
+def test_the_numbers_are_the_runs(run):
     result = gather(run)
     assert (
         result["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"]
@@ -115,7 +114,7 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     ]
 
 
-def test_windows_count_by_their_steps_and_the_title_says_whose_times_they_are(run: Path) -> None:
+def test_windows_count_by_their_steps_and_the_title_says_whose_times_they_are(run):
     """20 steps of 30 ms in windows of 10, 8 and 2 steps."""
     file = run / "metrics.jsonl"
     lines = [
@@ -138,7 +137,7 @@ def test_windows_count_by_their_steps_and_the_title_says_whose_times_they_are(ru
     assert "--jit" not in dict(gather(run)["options"])  # which nobody has given
 
 
-def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None:
+def test_what_is_drawn_is_what_a_person_reads(run, tmp_path):
     """Parts of a step that were there; accuracies by the errors that are left; which class was
     taken for which.
     """
@@ -177,7 +176,7 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None
     )
 
 
-def test_several_runs_are_on_one_page(run: Path, tmp_path: Path) -> None:
+def test_several_runs_are_on_one_page(run, tmp_path):
     """Their curves in one picture, their results, and the options that differ."""
     other, young = tmp_path / "other", tmp_path / "young"
     shutil.copytree(run, other)
@@ -206,7 +205,7 @@ def test_several_runs_are_on_one_page(run: Path, tmp_path: Path) -> None:
     assert heads == ["Loss", "The runs", "Options that differ"] and "lr0.250.50.25" in rows
 
 
-def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> None:
+def test_its_metrics_are_written_for_tensorboard(run, tmp_path):
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     main([str(run), "--tensorboard", str(tmp_path / "events")])
     (file,) = (tmp_path / "events").iterdir()
@@ -236,14 +235,14 @@ def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> N
         ("starts.jsonl", "[1]\n"),
     ],
 )
-def test_files_that_are_not_a_runs_are_refused(run: Path, name: str, line: str) -> None:
+def test_files_that_are_not_a_runs_are_refused(run, name, line):
     (run / name).write_text(line)
     with pytest.raises(UsageError, match="the metrics of the run cannot be read"):
         gather(run)
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
-def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) -> None:
+def test_the_page_shows_them(run, tmp_path, width, dark):
     assert main([str(run)]) == f"open {run / 'report.html'} in a browser"
     script = """
         const drawn = count(".chart > svg");
@@ -273,13 +272,13 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
 
 
 @pytest.mark.parametrize("text", ['{"confusion": 5}', '{"loss": Infinity}', '{"loss": 1e999}'])
-def test_an_evaluation_that_is_none_is_refused(run: Path, text: str) -> None:
+def test_an_evaluation_that_is_none_is_refused(run, text):
     (run / "evaluation.json").write_text(text)
     with pytest.raises(UsageError, match="not what nnmpi evaluate writes; call it again"):
         main([str(run)])
 
 
-def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> None:
+def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path):
     with pytest.raises(UsageError, match="there is no run"):
         main([str(tmp_path)])
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))

@@ -9,7 +9,7 @@ from nnmpi.nn.chain import unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, pack, signature_of
 
 
-def test_pack_and_unpack_are_inverse() -> None:
+def test_pack_and_unpack_are_inverse():
     a, b, c = (Tensor(np.full(2, i)) for i in range(3))
     for x, single in ((a, True), ((a, b), False)):
         tensors, result = pack(x, {"later": c, "early": b}, 0)
@@ -19,12 +19,12 @@ def test_pack_and_unpack_are_inverse() -> None:
         assert saved == {"early": b, "later": c}
 
 
-def test_what_is_no_tensor_cannot_cross() -> None:
+def test_what_is_no_tensor_cannot_cross():
     with pytest.raises(UsageError, match="stage 3 ends with a dict"):
         pack({"x": 1}, {}, 3)
 
 
-def test_signatures_come_back_from_the_wire() -> None:
+def test_signatures_come_back_from_the_wire():
     values = BoundaryArrays(
         (np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False
     )

@@ -99,7 +99,7 @@ def differences(
     """Return what is not as in the whole model's run."""
     result = []
 
-    def compare(what: str, expected: Any, actual: Any) -> None:
+    def compare(what: str, expected: Any, actual: Any):
         expected, actual = np.asarray(expected), np.asarray(actual)
         if expected.shape != actual.shape:
             result.append(f"{what} has shape {actual.shape}, not {expected.shape}")
@@ -123,7 +123,7 @@ def differences(
     return result
 
 
-def check_same_bits(group: Group, model: Module) -> None:
+def check_same_bits(group: Group, model: Module):
     """Fail on all ranks unless what is not cut has the same bits on all ranks."""
     where = regions(model)
     local = {

@@ -1,11 +1,11 @@
 """Branches dealt to ranks: the serial run's losses, gradients and weights, or a sentence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, Tensor, nn
+from nnmpi import Tensor, nn
 from nnmpi.base.errors import LayoutError, ShapeError, UsageError
 from nnmpi.nn import Module, Sharding
 from nnmpi.parallel.tensor import shard
@@ -17,7 +17,7 @@ BRANCHES = Sharding.BRANCHES
 class Halves(Module):
     """Networks that share neither input nor output: each gets its part of the features."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         first = nn.Linear(3, 4)
         self.parts = nn.Branches(
             nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4)), nn.Linear(2, 4), join="add"
@@ -49,7 +49,7 @@ def weighted(results: Sequence[Tensor]) -> Tensor:
     return results[0] * 0.5 + results[1] * results[2]
 
 
-MODELS: dict[str, Callable[[], Module]] = {
+MODELS = {
     "first": lambda: nn.Sequential(
         nn.Branches(tower(4, 3), tower(3, 5), tower(1, 2)), nn.ReLU(), nn.Linear(10, 3)
     ),
@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[], Module]] = {
 
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("name", MODELS)
-def test_equal_to_serial(group: Group, name: str) -> None:
+def test_equal_to_serial(group, name):
     """Towers at the beginning, amid and at the end of a model, of unequal sizes, more of them than
     ranks.
     """
@@ -72,7 +72,7 @@ def test_equal_to_serial(group: Group, name: str) -> None:
 
 
 @pytest.mark.simulated(max_size=2)
-def test_inputs_apart(group: Group) -> None:
+def test_inputs_apart(group):
     """Each branch has its input; the gradient of what comes before is complete on every rank."""
     model = check_equal(group, Halves, (5,), sharded_at_least=6)
     if group.size == 2:
@@ -83,7 +83,7 @@ def test_inputs_apart(group: Group) -> None:
 
 
 @pytest.mark.simulated(max_size=2)
-def test_beside_layers_that_are_cut(group: Group) -> None:
+def test_beside_layers_that_are_cut(group):
     """A table may cut the layers after the branches, or those in branches that it does not deal
     out.
     """
@@ -94,7 +94,7 @@ def test_beside_layers_that_are_cut(group: Group) -> None:
         check_equal(group, MODELS["first"], (4, 4, 2), table=table)
 
 
-def test_refusals() -> None:
+def test_refusals():
     """What branches cannot do is said in a sentence."""
     with pytest.raises(UsageError, match="two modules or more"):
         nn.Branches(nn.Linear(2, 2))
@@ -107,14 +107,14 @@ def test_refusals() -> None:
 
 
 @pytest.mark.simulated(max_size=3)
-def test_refused_on_ranks(group: Group) -> None:
+def test_refused_on_ranks(group):
     """Fewer branches than ranks, branches that share a parameter, tables that contradict
     themselves.
     """
     if group.size == 1:
         return
     linear, two = nn.Linear(2, 2), nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2))
-    cases: list[tuple[Module, dict[str, Sharding], str]] = [
+    cases = [
         (nn.Branches(linear, *[nn.Sequential(linear)] * 2), {"0": BRANCHES}, "share a parameter"),
         (
             two,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnmpi import Group, nn
+from nnmpi import nn
 from nnmpi.nn import Module, Sharding
 from tests.parallel.sharded.compare import check_equal
 
@@ -42,12 +42,12 @@ def small_cnn() -> Module:
         {"0": H, "3": X, "8": R},
     ],
 )
-def test_channels_and_rows(group: Group, table: dict[str, Sharding]) -> None:
+def test_channels_and_rows(group, table):
     """By any table, with batch normalization, dropout and flattened images on the way."""
     check_equal(group, small_cnn, SHAPE, "float64", table, sample=SHAPE)
 
 
 @pytest.mark.simulated
-def test_without_a_sample(group: Group) -> None:
+def test_without_a_sample(group):
     """Channels can be cut without knowing the images' size."""
     check_equal(group, small_cnn, SHAPE, "float64", {"0": C, "3": C, "8": R, "11": C})

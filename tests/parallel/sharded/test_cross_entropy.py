@@ -1,18 +1,16 @@
 """Cross-entropy over classes that lie on several ranks equals that over all of them."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nnmpi import Group, Tensor
+from nnmpi import Tensor
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.ops import cross_entropy as whole_cross_entropy
 from nnmpi.parallel.sharded.cross_entropy import best_classes, cross_entropy
 from tests.parallel.sharded.compare import TOLERANCES
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {},
     {"reduction": "sum"},
     {"reduction": "none"},
@@ -25,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.simulated
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -> None:
+def test_like_the_whole_one(group, dtype, options):
     """Losses and gradients, with huge logits, ignored labels, and fewer classes than ranks."""
     problems = []
     for classes in (1, 3, 11):
@@ -61,7 +59,7 @@ def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -
 
 
 @pytest.mark.simulated
-def test_equal_logits_and_nothing_left(group: Group) -> None:
+def test_equal_logits_and_nothing_left(group):
     """Of equal logits the first class is the best; with all labels ignored the mean is 0, as it is
     for no rows.
     """
@@ -76,7 +74,7 @@ def test_equal_logits_and_nothing_left(group: Group) -> None:
 
 @pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
 @pytest.mark.simulated
-def test_refusals(group: Group) -> None:
+def test_refusals(group):
     """Wrong widths, labels, dtypes and options are refused on all ranks."""
     width = len(part(11, group.size, group.rank))
     logits, labels = Tensor(np.zeros((2, width))), np.array([0, 10])

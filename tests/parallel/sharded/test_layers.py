@@ -2,13 +2,12 @@
 convolutions.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, Tensor, nn
+from nnmpi import Tensor, nn
 from nnmpi.base.errors import ShapeError
 from nnmpi.nn import Module, Sharding, training
 from nnmpi.ops import cross_entropy
@@ -20,7 +19,7 @@ from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences,
 C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 IMAGE = (6, 5, 4)
 
-CONVOLUTIONS: list[dict[str, Any]] = [
+CONVOLUTIONS = [
     {"kernel_size": 3, "stride": 2, "padding": 1},
     {"kernel_size": (3, 2), "dilation": (2, 1), "padding": (2, 1)},
     {"kernel_size": (1, 3), "padding": 3, "bias": False},
@@ -31,7 +30,7 @@ CONVOLUTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("options", CONVOLUTIONS)
-def test_convolutions(group: Group, options: dict[str, Any]) -> None:
+def test_convolutions(group, options):
     """Stride, padding and dilation of all kinds, by output channels, input channels and rows."""
     for sharding in (C, R, H):
         check_equal(
@@ -47,7 +46,7 @@ def test_convolutions(group: Group, options: dict[str, Any]) -> None:
 
 @pytest.mark.simulated(max_size=8)  # as many groups
 @pytest.mark.parametrize("groups", [8, 24])
-def test_groups(group: Group, groups: int) -> None:
+def test_groups(group, groups):
     """Groups are dealt out whole; a depthwise convolution needs no exchange."""
 
     def build() -> Module:
@@ -105,9 +104,7 @@ def test_groups(group: Group, groups: int) -> None:
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
     ],
 )
-def test_on_channels_and_rows(
-    group: Group, sharding: Sharding, layers: Callable[[], list[Module]]
-) -> None:
+def test_on_channels_and_rows(group, sharding, layers):
     """Whatever lies before it, each layer does what it does on the whole."""
 
     def build() -> Module:
@@ -127,7 +124,7 @@ def test_on_channels_and_rows(
 @pytest.mark.parametrize(
     "placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)]
 )
-def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Placement) -> None:
+def test_dropout_drops_what_the_whole_layer_drops(group, placement):
     """Bit for bit."""
     shape = (4, 5, 3, 2) if placement.has_rows else (4, 12) if placement.units != 7 else (4, 3, 7)
     axis = 1 if placement.has_rows else -1
@@ -145,7 +142,7 @@ def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Place
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, V])
-def test_embedding(group: Group, sharding: Sharding) -> None:
+def test_embedding(group, sharding):
     """Entries or features are cut; an index that comes twice gets both gradients."""
 
     def build() -> Module:
@@ -170,7 +167,7 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
 @pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
 @pytest.mark.simulated
 @pytest.mark.parametrize("sharding", [C, V])
-def test_an_index_outside_of_the_table_is_refused(group: Group, sharding: Sharding) -> None:
+def test_an_index_outside_of_the_table_is_refused(group, sharding):
     """By every rank, whoever would have the entry."""
     model = nn.Sequential(nn.Embedding(11, 5))
     shard(model, group, {"0": sharding}, sample=(3,))

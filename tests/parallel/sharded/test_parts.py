@@ -2,7 +2,7 @@
 refused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ def blocks(features: int, heads: int, count: int = 2, **options: Any) -> Module:
     return nn.Sequential(*made, nn.Flatten(), nn.Linear(3 * features, 3))
 
 
-def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: Any) -> None:
+def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: Any):
     """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients,
     weights.
     """
@@ -44,7 +44,7 @@ def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: A
         (15, 5, {"attention.proj": R}),
     ],
 )
-def test_transformer_blocks(features: int, heads: int, table: Mapping[str, Sharding]) -> None:
+def test_transformer_blocks(features, heads, table):
     """Attention by heads, also when heads do not divide, and when some ranks have none."""
     everywhere(
         lambda: blocks(features, heads),
@@ -54,7 +54,7 @@ def test_transformer_blocks(features: int, heads: int, table: Mapping[str, Shard
 
 
 @pytest.mark.mpi
-def test_blocks_bring_their_table(group: Group) -> None:
+def test_blocks_bring_their_table(group):
     """A model without a table takes those of the modules in it: all of a block's wide layers."""
     ours = check_equal(group, lambda: blocks(12, 3, bias=False), (3, 12), sharded_at_least=8)
     if group.size > 1:
@@ -68,7 +68,7 @@ def test_blocks_bring_their_table(group: Group) -> None:
 class Own(Module):
     """A user's module: `compute` is its forward."""
 
-    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, compute: Callable[[Any, Tensor], Any]):
         self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
         self.table = nn.Embedding(5, 4)
         self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.4)
@@ -103,7 +103,7 @@ def sqrt_of_width(m: Any, x: Tensor) -> Tensor:
 
 
 TABLE = {"1.wide": C, "1.narrow": R, "0": C}
-EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
+EQUAL = {
     "a pair": lambda m, x: m.narrow(ops.gelu(m.wide(x))),
     "a whole scale": lambda m, x: m.narrow(m.wide(x) * m.scale + m.scale),
     "dropout": lambda m, x: m.narrow(m.drop(m.wide(x))),
@@ -122,12 +122,12 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_equal(name: str) -> None:
+def test_equal(name):
     """What a user's module may do with parts."""
     everywhere(own(EQUAL[name]), (3, 4), table={**TABLE, "1.mlp.0": C})
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+REFUSED = {
     "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax .* layer '1.wide'"),
     "layer norm": (
         lambda m, x: m.narrow(m.norm(m.wide(x))),
@@ -152,11 +152,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_refused(name: str, ranks: int) -> None:
+def test_refused(name, ranks):
     """What it may not do: one sentence that names the operation, the layer and what would work."""
     compute, words = REFUSED[name]
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         model = own(compute)()
         shard(model, group, {**TABLE, "1.mlp.0": C})
         model.initialize(seed=0, dtype="float64")
@@ -169,7 +169,7 @@ def test_refused(name: str, ranks: int) -> None:
 class Head(Module):
     """A model that is a custom module itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.head = nn.Linear(4, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,12 +177,12 @@ class Head(Module):
         return self.head(x)
 
 
-def test_a_model_of_its_own() -> None:
+def test_a_model_of_its_own():
     """What a custom model itself returns is a part, if it ends so: its loss refuses it, and says
     how to go on.
     """
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         model = Head()
         shard(model, group, {"head": C})
         model.initialize(seed=0, dtype="float64")
@@ -197,10 +197,10 @@ def test_a_model_of_its_own() -> None:
     nnmpi.simulate(main, ranks=2)
 
 
-def test_compiled_steps_refuse_too() -> None:
+def test_compiled_steps_refuse_too():
     """A step is refused when it is recorded; one that is not replays its exchanges."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         x, y = images(4, (3, 4), "float64")
         model = own(EQUAL["dropout"])()
         shard(model, group, TABLE)

@@ -1,11 +1,10 @@
 """What sharded layers send: as many messages as their pictures say, and no more."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from nnmpi import Group, Tensor, nn
+from nnmpi import Tensor, nn
 from nnmpi.base import timeline
 from nnmpi.nn import Module, Sharding, training
 from nnmpi.ops import cross_entropy
@@ -76,13 +75,13 @@ def pictures() -> Module:
     ],
 )
 def test_exchanges(
-    group: Group,
-    build: Callable[[], Module],
-    shape: tuple[int, ...],
-    table: dict[str, Sharding],
-    forward: dict[str, int],
-    backward: dict[str, int],
-) -> None:
+    group,
+    build,
+    shape,
+    table,
+    forward,
+    backward,
+):
     """One all-reduce forward and one backward for each pair, and so on."""
     model = build()
     shard(model, group, table, sample=shape)

@@ -152,7 +152,7 @@ def ends(rows, rank, size):
 
 GIVES = r"rows? on \d ranks?, rank \d: it gives .*, but must give \(\d+, \d+\)"
 TIME = r"the result is right, but it takes [\d.]+ s of simulated time; the limit is [\d.]+"
-DEFECTS: dict[str, list[Mistake]] = {
+DEFECTS = {
     "all-to-all": [
         (
             "whole rows go around",

@@ -42,7 +42,7 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
             lambda s: s.send and rank == sender,
         )
 
-    kept: list[Any] = []
+    kept = []
     named = r"on \d+ ranks.*rank \d+"
     yield (
         "one list for all calls",

@@ -17,7 +17,7 @@ def _mixed(data: bytes) -> bytes:
     return bytes(a ^ b for a, b in zip(data, shake_256(WORD).digest(len(data)), strict=True))
 
 
-def seal(text: str) -> None:
+def seal(text: str):
     """Write the archive anew."""
     ARCHIVE.write_text(
         "\n".join([*wrap(b64encode(_mixed(compress(text.encode(), 9))).decode(), 100), ""])

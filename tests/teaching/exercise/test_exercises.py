@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.host_only("solutions are written in NumPy")
 
 
-def test_there_are_thirty_and_all_are_listed() -> None:
+def test_there_are_thirty_and_all_are_listed():
     assert len(EXERCISES) >= 30
     listed = main([])
     assert all(f"{kind}:" in listed for kind in KINDS) and max(map(len, listed.splitlines())) <= 100
@@ -37,13 +37,13 @@ def test_there_are_thirty_and_all_are_listed() -> None:
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_a_right_solution_passes(name: str) -> None:
+def test_a_right_solution_passes(name):
     assert re.match(
         "right (on|in|with)", EXERCISES[name].check(getattr(solutions, EXERCISES[name].function))
     )
 
 
-def test_defects_are_many_and_one_is_found_by_a_number_alone() -> None:
+def test_defects_are_many_and_one_is_found_by_a_number_alone():
     """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too
     much.
     """
@@ -53,7 +53,7 @@ def test_defects_are_many_and_one_is_found_by_a_number_alone() -> None:
         assert slow or name in ("data-split", "gathered-gradient", "zero3-partition"), name
 
 
-def test_planted_mistakes_are_found() -> None:
+def test_planted_mistakes_are_found():
     """Every one, with a sentence that tells where it is."""
     missed = []
     planted = list(all_mistakes())
@@ -68,9 +68,7 @@ def test_planted_mistakes_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(name, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(main([name]))
     compile(file.read_text(), "mine.py", "exec")
@@ -81,7 +79,7 @@ def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(
         main([name, str(file)])
 
 
-def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
+def test_a_file_is_checked_by_the_command(tmp_path):
     """What is right, what is wrong, and what is no solution at all."""
     file = tmp_path / "mine.py"
     text = main(["ring-cost"]).replace(
@@ -118,7 +116,7 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
         main(["ring-csot"])
 
 
-def test_a_loop_without_an_end_is_ended(tmp_path: Path) -> None:
+def test_a_loop_without_an_end_is_ended(tmp_path):
     """With its process, as no exception stops what catches all."""
     file = tmp_path / "mine.py"
     file.write_text(
@@ -132,7 +130,7 @@ def test_a_loop_without_an_end_is_ended(tmp_path: Path) -> None:
         EXERCISES["ring-cost"].check(function)
 
 
-def test_results_that_are_no_numbers_are_refused() -> None:
+def test_results_that_are_no_numbers_are_refused():
     for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((3, 5), "a")):
         with pytest.raises(
             WrongAnswer,
@@ -141,7 +139,7 @@ def test_results_that_are_no_numbers_are_refused() -> None:
             EXERCISES["row-linear"].check(lambda *_, wrong=wrong: wrong)
 
 
-def test_keys_of_one_hash_do_not_block_the_judge() -> None:
+def test_keys_of_one_hash_do_not_block_the_judge():
     """A dictionary of them takes the square of their number."""
     with pytest.raises(TypeError, match="the same hash"):
         MADE["dict"](*([number * (2**61 - 1), 0] for number in range(500_000)))

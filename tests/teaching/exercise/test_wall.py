@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -73,7 +72,7 @@ def has_landlock() -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the wall is Linux's")
-def test_nothing_but_computing_is_left(tmp_path: Path) -> None:
+def test_nothing_but_computing_is_left(tmp_path):
     """Root's process has no more than anybody's."""
     secret = tmp_path / "secret"
     secret.write_text("mine")

@@ -14,7 +14,7 @@ import unittest
 
 gc.disable()  # its helpers compare counts of references before and after a call
 # arrays of a device are for machines with one
-sys.modules["cupy"] = sys.modules["numba"] = None  # type: ignore[assignment]
+sys.modules["cupy"] = sys.modules["numba"] = None
 from mpi4py import MPI  # noqa: E402
 
 ORDER = ["passed", "skipped", "failed", "missing"]
@@ -23,24 +23,24 @@ ORDER = ["passed", "skipped", "failed", "missing"]
 class Outcomes(unittest.TestResult):
     """The outcome of each test."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.outcomes: dict[str, str] = {}
+        self.outcomes = {}
 
-    def startTest(self, test: unittest.TestCase) -> None:
+    def startTest(self, test: unittest.TestCase):
         super().startTest(test)
         self.outcomes[test.id()] = "passed"
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+    def addSkip(self, test: unittest.TestCase, reason: str):
         super().addSkip(test, reason)
         self.outcomes[test.id()] = "skipped"
 
-    def addError(self, test: unittest.TestCase, err: object) -> None:
+    def addError(self, test: unittest.TestCase, err: object):
         self.outcomes[test.id()] = "failed"
 
     addFailure = addError
 
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: object) -> None:
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: object):
         if err is not None:
             self.outcomes[test.id()] = "failed"
 

@@ -63,7 +63,7 @@ LONG = (
 
 
 @pytest.fixture(scope="session")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     """Return the folder of mpi4py's tests, with the program that runs a file of them."""
     return fetch(tmp_path_factory.mktemp("mpi4py"))
 
@@ -95,14 +95,13 @@ def outcomes(suite: Path, file: str) -> dict[str, str]:
     )
     lines = [line for line in ending.stdout.splitlines() if line.startswith("OUTCOMES ")]
     assert lines, ending.stderr[-2000:]
-    result: dict[str, str] = json.loads(lines[0].partition(" ")[2])
-    return result
+    return json.loads(lines[0].partition(" ")[2])
 
 
 @pytest.mark.slow(SUITE)
 @pytest.mark.timeout(RUN_S)
 @pytest.mark.parametrize("file", [file for file in PASSES if file not in LONG])
-def test_tests_of_mpi4py_pass(file: str, suite: Path) -> None:
+def test_tests_of_mpi4py_pass(file, suite):
     result = outcomes(suite, file)
     left_out = LEFT_OUT.get(file, "").split()
     failed = [name for name, outcome in result.items() if outcome in ("failed", "missing")]
@@ -111,7 +110,7 @@ def test_tests_of_mpi4py_pass(file: str, suite: Path) -> None:
     assert sum(outcome == "passed" for outcome in result.values()) >= PASSES[file] - len(failed)
 
 
-def main() -> None:
+def main():
     """Run all files, and print what passes."""
     total = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
@@ -673,7 +672,7 @@ RIGHT = {
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def programs(tmp_path, monkeypatch):
     """Write a program and its modules into the current folder; returns its name."""
     (tmp_path / "program").mkdir()
     monkeypatch.chdir(tmp_path / "program")
@@ -699,11 +698,11 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_mistake_is_named(
-    defect: str,
-    programs: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    defect,
+    programs,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(simrun, "PATIENCE_S", 0.1)
     monkeypatch.setattr(scheduler, "FRUITLESS_POLLS", 2000)
     text, kind, sentence = DEFECTS[defect]
@@ -714,9 +713,7 @@ def test_a_mistake_is_named(
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_program_prints_what_mpirun_prints(
-    name: str, programs: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_prints_what_mpirun_prints(name, programs, tmp_path, capsys):
     program = programs(RIGHT[name])
     text = main(["-n", "3", "--seeds", "4", program, "a", "--b"])
     assert text == "4 seeds: none fails, and all print the same"
@@ -724,9 +721,7 @@ def test_a_program_prints_what_mpirun_prints(
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(ending.output.splitlines())
 
 
-def test_seeds_find_a_race_and_the_clock_is_exact(
-    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_find_a_race_and_the_clock_is_exact(programs, capsys):
     race = (
         "if rank:\n    comm.send(rank, 0)\nelse:\n    print([comm.recv() for _ in range(size - 1)])"
     )
@@ -757,7 +752,7 @@ def test_seeds_find_a_race_and_the_clock_is_exact(
     assert "1.65 ms of simulated time" in text
 
 
-def test_prices_of_what_is_started(programs: Callable[[str], str]) -> None:
+def test_prices_of_what_is_started(programs):
     network = ["-n", "4", "--network", "alpha_us=50,gbit=1"]
     x = "x, y = np.zeros(50_000), np.zeros(50_000)\n"
     seconds = {}
@@ -769,7 +764,7 @@ def test_prices_of_what_is_started(programs: Callable[[str], str]) -> None:
         "Create_cart([4], True).Neighbor_alltoall(x, y)",
     ):
         text = main([*network, programs(f"{x}comm.{call}")])
-        seconds[call] = re.search(r"gbit=1: (\S+ \S+) of simulated", text)[1]  # type: ignore[index]
+        seconds[call] = re.search(r"gbit=1: (\S+ \S+) of simulated", text)[1]
     assert seconds["Allreduce(x, y)"] == seconds["Iallreduce(x, y).Wait()"] == "5 ms"
     assert len({*seconds.values()}) == 4
     # 200 kB to each side and from each: 1.6 ms a message, and links are taken in order of the calls
@@ -779,9 +774,7 @@ def test_prices_of_what_is_started(programs: Callable[[str], str]) -> None:
     assert "5 ms" in main([*network, programs(x + overlap)])
 
 
-def test_ranks_that_sleep_between_polls_are_named(
-    programs: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_sleep_between_polls_are_named(programs, monkeypatch):
     monkeypatch.setattr(simrun, "WARNING_S", 3.0)
     poll = "import time\nend = time.time() + {}\nwhile time.time() < end and not comm.Iprobe(): "
     main(["-n", "2", programs(f"{poll.format(1.5)}pass\ncomm.barrier()")])
@@ -791,9 +784,7 @@ def test_ranks_that_sleep_between_polls_are_named(
         main(["-n", "2", programs(f"{poll.format(60)}time.sleep(0.1)")])
 
 
-def test_a_loop_with_a_time_limit_is_no_deadlock(
-    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_with_a_time_limit_is_no_deadlock(programs, capsys):
     wait = "begin = MPI.Wtime()\nwhile MPI.Wtime() < begin + 5 and not comm.Iprobe(): pass\n"
     for options in ([], ["--network", "alpha_us=50,gbit=1"]):
         main(["-n", "3", *options, programs(f"{wait}print(rank, comm.allreduce(1))")])
@@ -824,7 +815,7 @@ def test_a_loop_with_a_time_limit_is_no_deadlock(
         """,
     ],
 )
-def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], str]) -> None:
+def test_time_grows_as_lines_and_messages(text, programs):
     def seconds(number: int) -> float:
         begin = time.process_time()
         main(["-n", "3", programs(dedent(text).format(number))])
@@ -837,11 +828,11 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
 
 @pytest.mark.parametrize("body", ["pass", "print('x' * 1000)", "threading.Event().wait(2)"])
 def test_a_rank_without_end_is_named(
-    body: str,
-    programs: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    body,
+    programs,
+    monkeypatch,
+    capfd,
+):
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
     text = f"""\
@@ -858,7 +849,7 @@ if rank == 1:
     )
 
 
-def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None:
+def test_a_call_after_the_end_is_refused(programs):
     # logging has the process's own atexit, not the rank's
     name = programs("import logging\nlogging.atexit.register(comm.barrier)")
     command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "2", name]
@@ -869,13 +860,13 @@ def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None
     assert re.search(r"rank 1 waits for others when all have ended", done.stderr)
 
 
-def test_a_pipe_is_no_program(tmp_path: Path) -> None:
+def test_a_pipe_is_no_program(tmp_path):
     os.mkfifo(tmp_path / "p.py")
     with pytest.raises(UsageError, match=r"p\.py cannot be read \(not an ordinary file"):
         main([str(tmp_path / "p.py")])
 
 
-def test_a_handler_of_signals_is_warned_about(programs: Callable[[str], str]) -> None:
+def test_a_handler_of_signals_is_warned_about(programs):
     text = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
     assert main([programs(f"{text}assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL")]) == ""
     with pytest.warns(RuntimeWarning, match="rank 0 handles signal 15, which reaches no"):
@@ -883,12 +874,12 @@ def test_a_handler_of_signals_is_warned_about(programs: Callable[[str], str]) ->
 
 
 @pytest.mark.parametrize("ranks", ["10001", "1000000000"])
-def test_too_many_ranks_are_refused(ranks: str, programs: Callable[[str], str]) -> None:
+def test_too_many_ranks_are_refused(ranks, programs):
     with pytest.raises(UsageError, match=f"{ranks} ranks are threads.*10000 at most; give fewer"):
         main(["-n", ranks, programs("")])
 
 
-def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str]) -> None:
+def test_small_sends_that_need_buffers_are_found(programs):
     ring = programs("comm.send(0, (rank + 1) % size)\ncomm.recv()")
     assert main([ring]) == ""
     with pytest.raises(CommError, match="deadlock"):
@@ -901,7 +892,7 @@ def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str])
     ("text", "status"),
     [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)],
 )
-def test_the_status_is_the_programs(text: str, status: int, programs: Callable[[str], str]) -> None:
+def test_the_status_is_the_programs(text, status, programs):
     with pytest.raises(SystemExit) as ending:
         main([programs(text)])
     assert ending.value.code == status
@@ -923,24 +914,22 @@ else:
     take.wait()"""
 
 
-def test_nnmpis_groups_are_the_simulated_ranks(
-    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nnmpis_groups_are_the_simulated_ranks(programs, capsys):
     main(["-n", "3", programs(OF_NNMPI)])
     assert capsys.readouterr().out == "2 [6. 6. 6. 6. 6.] [6. 6. 6. 6. 6.] True [2, 2]\n"
 
 
-def test_nnmpi_is_shared_where_its_folder_is_the_programs() -> None:
+def test_nnmpi_is_shared_where_its_folder_is_the_programs():
     modules = RankModules(f"{Path(simrun.__file__).parents[2]}/")
     assert not {"nnmpi.teaching.simrun", "numpy"} & {*modules.find()}
 
 
-def test_a_closed_pipe_ends_the_printing_alone() -> None:
+def test_a_closed_pipe_ends_the_printing_alone():
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise error
 
-    error: OSError = BrokenPipeError()
+    error = BrokenPipeError()
     interpreter = simrun.Interpreter(RankModules("/nowhere/"), 1, Closed())
     interpreter.begin()
     assert interpreter.write("a\n") + interpreter.write("b\n") == 4
@@ -951,7 +940,7 @@ def test_a_closed_pipe_ends_the_printing_alone() -> None:
         interpreter.write("a\n")
 
 
-def test_a_fork_of_a_rank_ends_when_it_waits_or_its_program_does(tmp_path: Path) -> None:
+def test_a_fork_of_a_rank_ends_when_it_waits_or_its_program_does(tmp_path):
     """It has no other rank's thread; status 1 says that it waited."""
     program = f"import os\n{HEAD}child = os.fork()\nif not child and rank:\n    comm.recv()\n"
     program += "if child:\n    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
