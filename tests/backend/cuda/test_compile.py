@@ -12,6 +12,7 @@ from nnmpi.backend import plain, printed
 from nnmpi.backend.cuda import kernels, launch
 from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR
+from nnmpi.ops import activation
 from nnmpi.optim import adaptive
 from tests.backend.cuda import nvrtc
 from tests.harness.slow import COMPILER
@@ -59,8 +60,8 @@ NORM = "R", 1e-5, "low", "S", "S", "S"
 PRINTED = {
     "bias": (0, 1, kernels._paired, "R", "V", np.add),
     "sigmoid": (0, 0, plain._sigmoid, "R", 0.0),
-    "softmax": (0, 0, plain._softmax, "R"),
-    "softmax_grad": (0, 0, plain._softmax_grad, "R", "R"),
+    "softmax": (0, 0, activation.softmax_rows, "R"),
+    "softmax_grad": (0, 0, activation._softmax_grad, "R", "R"),
     "layer_norm": (0, 0, plain._layer_norm, "R", 1e-5, True, "V", "V"),
     "layer_norm_grad": (
         *(2, 0, plain._layer_norm_grad, "R", "R", "C", "V"),
