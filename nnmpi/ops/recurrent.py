@@ -249,22 +249,32 @@ class States(NamedTuple):
         return packing.unsort(result)
 
 
-def check_shapes(name: str, x: Any, arrays: Sequence[Any], *expected: Shape) -> None:
-    """Refuse an x without three axes, and parameters and state of other shapes than expected.
+def checked_inputs(
+    name: str, x: Any, arrays: Sequence[Any], gates: int, vectors: int = 0, states: int = 1
+) -> tuple[Any, Any]:
+    """Return x's values, and the table that they pick from; None without one.
 
     Args:
-        arrays: the parameters, and the state if there is one.
+        arrays: W (in, gates features), R (features, gates features), b (gates features,), more
+            vectors (features,), and the states (batch, features) if they are given.
 
     Raises:
-        ShapeError: with all shapes.
+        ShapeError: with all shapes, for an x without three axes, or other shapes of the arrays.
+        DtypeError: when the dtypes differ.
     """
+    values, table, rows = opened(x)
+    may_meet(name, require_floating(name, rows), *arrays)
+    n = arrays[1].shape[0]
+    expected = [(x.shape[-1], gates * n), (n, gates * n), (gates * n,), *[(n,)] * vectors]
+    expected += [(x.shape[0], n)] * states
     shapes = [tuple(item.shape) for item in arrays]
-    if x.ndim != 3 or shapes != [*expected[: len(shapes)]]:
+    if x.ndim != 3 or shapes != expected[: len(shapes)]:
         given, needed = (", ".join(map(str, item)) for item in (shapes, expected))
         raise ShapeError(
             f"{name} of x {x.shape} has parameters and a state of shapes {given}; give x (batch,"
-            f" time, in), and with a recurrent of {expected[1][0]} features {needed}"
+            f" time, in), and with a recurrent of {n} features {needed}"
         )
+    return values, table
 
 
 class RecurrentFunction(Function):
@@ -462,13 +472,8 @@ def lstm(
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
-    values, table, rows = opened(x)
     arrays = weight, recurrent, bias, *(state or ())
-    may_meet("lstm", require_floating("lstm", rows), *arrays)
-    n = recurrent.shape[0]
-    state_shape = x.shape[0], n
-    expected = (x.shape[-1], 4 * n), (n, 4 * n), (4 * n,), state_shape, state_shape
-    check_shapes("lstm", x, arrays, *expected)
+    values, table = checked_inputs("lstm", x, arrays, 4, states=2)
     if lengths is not None:
         lengths = values_or_refuse("lstm's lengths", lengths)
         lengths = lengths if is_array(lengths) else np.asarray(lengths)
@@ -574,12 +579,7 @@ def gru(
         DtypeError: when the dtypes differ.
     """
     parameters = weight, recurrent, bias, bias_n
-    values, table, rows = opened(x)
-    arrays = *parameters, *given(state)
-    may_meet("gru", require_floating("gru", rows), *arrays)
-    n = recurrent.shape[0]
-    expected = (x.shape[-1], 3 * n), (n, 3 * n), (3 * n,), (n,), (x.shape[0], n)
-    check_shapes("gru", x, arrays, *expected)
+    values, table = checked_inputs("gru", x, (*parameters, *given(state)), 3, vectors=1)
     return GRUFunction()(values, *parameters, state, table)
 
 
@@ -659,10 +659,5 @@ def rnn(
     if nonlinearity not in ("tanh", "relu"):
         raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
     parameters = weight, recurrent, bias
-    values, table, rows = opened(x)
-    arrays = *parameters, *given(state)
-    may_meet("rnn", require_floating("rnn", rows), *arrays)
-    n = recurrent.shape[0]
-    expected = (x.shape[-1], n), (n, n), (n,), (x.shape[0], n)
-    check_shapes("rnn", x, arrays, *expected)
+    values, table = checked_inputs("rnn", x, (*parameters, *given(state)), 1)
     return RNNFunction(nonlinearity == "relu")(values, *parameters, state, table)
