@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from os import EX_CANTCREAT, EX_DATAERR
 from pathlib import Path
 from shlex import quote
@@ -34,7 +34,7 @@ from types import FrameType
 
 from nnmpi.base.command import check_numbers, printable, read_command, say
 from nnmpi.base.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
-from nnmpi.base.files import check_ordinary, json_text, opened_to_write, read_json
+from nnmpi.base.files import check_ordinary, is_locked, json_text, opened_to_write, read_json
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.lab.launching import (
     Launcher,
@@ -52,8 +52,9 @@ from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, handling
 
 POLL_S = 0.05
-# A launcher whose ranks on this host have gone ends at once, but for Open MPI's after a link was
-# cut: it waits for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM.
+# A launcher whose ranks have gone ends at once, but for Open MPI's after a link was cut: it waits
+# for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM. Ranks of a stopped one
+# wait for it when they have finished. The first rank's lock is seen from a host without ranks, too.
 LAUNCHER_S, LOOK_S = 10.0, 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # Status of errors that a restart does not cure. One exception: a killed job may still hold the
@@ -299,16 +300,16 @@ class Supervisor:
             starts: lines of starts.jsonl before it was.
         """
         limit_s, is_up, is_passed_on = self._plan.start_limit_s, False, False
-        looked_s, seen_s = begin_s, None
+        looked_s, seen_s = begin_s, inf
         while job.poll() is None:
             if is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
                 looked_s = now_s
-                if ranks_of(job.pid):
+                if is_locked(self._plan.folder):
                     seen_s = now_s
-                elif seen_s is not None and now_s - seen_s > LAUNCHER_S:
+                elif now_s - seen_s > LAUNCHER_S:
                     kill(job.pid)
                     job.wait()
-                    return 1, "its ranks on this host had gone, and its launcher did not end"
+                    return 1, "its first rank had gone, and its launcher did not end"
             with suppress(subprocess.TimeoutExpired):
                 job.wait(POLL_S)
             if self._insists:

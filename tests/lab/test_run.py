@@ -186,8 +186,8 @@ def test_a_launcher_without_ranks_is_ended(play, monkeypatch):
     """As Open MPI's, when the link to another host is cut: it waits for that host's daemon."""
     monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
     monkeypatch.setattr(supervisor, "LAUNCHER_S", 0.2)
-    alive = [[7]] * 3
-    monkeypatch.setattr(supervisor, "ranks_of", lambda _: alive.pop() if alive else [])
+    alive = [True] * 3
+    monkeypatch.setattr(supervisor, "is_locked", lambda _: bool(alive) and alive.pop())
     begin = time.monotonic()
     _, text = play("up; sleep 100", "up; finish")
     assert "had gone, and its launcher did not end" in text[1]
