@@ -197,8 +197,7 @@ def answering(kind: type[T]) -> type[T]:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
                 raise  # from within the constructor
-            found = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
-            name = found[1] if found else next(iter(named if make is object.__init__ else ()), "")
+            name = _unexpected(error) or next(iter(named if make is object.__init__ else ()), "")
             own, what = type(self).__name__, f"got an unexpected keyword argument {name!r}"
             if not name:  # too many by place, of which PyTorch's last one is often this
                 name = "inplace" * (args[-1:] != () and args[-1] is True)
