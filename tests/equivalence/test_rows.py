@@ -16,6 +16,8 @@ from nnmpi import Layout, simulate
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import Setup, assert_same, differences, run, serial_run
 from tests.equivalence.rows import FIXED, GPT, LIMITED, ROWS, SINGLE
+from tests.harness.simulated import MOST_OF_A_TRAINING
+from tests.harness.slow import cases
 
 
 @pytest.mark.simulated
@@ -46,7 +48,11 @@ def name(case: Any) -> str:
 @pytest.mark.host_only(
     "the device's double takes long, and runs the same kernels in the rows above"
 )
-@pytest.mark.parametrize(("setup", "layout"), SINGLE, ids=name)
+@pytest.mark.parametrize(
+    ("setup", "layout"),
+    cases(SINGLE, lambda _, layout: prod(layout.shape) <= MOST_OF_A_TRAINING),
+    ids=name,
+)
 def test_a_layout_is_the_serial_run(setup, layout):
     (serial,) = simulate(lambda group: serial_run(setup, group), 1)
     ranks = prod(layout.shape)
