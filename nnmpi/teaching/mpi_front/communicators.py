@@ -698,6 +698,7 @@ class Topocomm(Intracomm):
     """Ranks with neighbours."""
 
     _topology: Any = ()  # its subclasses have one
+    _turn = 0  # a neighbour takes block k for its edge k ^ _turn
 
     inedges = property(lambda self: self._edges()[0])
     outedges = property(lambda self: self._edges()[1])
@@ -731,10 +732,8 @@ class Topocomm(Intracomm):
             for part, source in zip(into, sources, strict=True)
         ]
         tag = _counter()
-        sent = [
-            start_send(wire, part, target, tag(target))
-            for part, target in zip(given, targets, strict=True)
-        ]
+        order = sorted(range(len(targets)), key=self._turn.__xor__)
+        sent = [start_send(wire, given[k], targets[k], tag(targets[k])) for k in order]
 
         def finish():
             return [item.finish() if item.finish else None for item in received]
@@ -826,6 +825,7 @@ class Cartcomm(Topocomm):
     """Ranks on a grid."""
 
     _topology = Cart
+    _turn = 1  # what goes up comes from below, also on a ring of one or two ranks
 
     dims = property(lambda self: [*self._wire.topology.dims])
     periods = property(lambda self: [*self._wire.topology.periods])

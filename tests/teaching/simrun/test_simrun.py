@@ -603,6 +603,7 @@ RIGHT = {
         print(rank, y, line.neighbor_allgather(rank), line.inedges)
         grid = comm.Create_cart([size, 1], [True, False]); sub = grid.Sub([True, False])
         print(rank, sub.dims, sub.coords, sub.periods, grid.topo, grid.Get_topology() == MPI.CART)
+        print(comm.Create_cart([size, 1], [True, True]).neighbor_alltoall("abcd"))
         graph = comm.Create_dist_graph_adjacent([(rank - 1) % size], [(rank + 1) % size])
         print(rank, graph.neighbor_allgather(rank), graph.Get_dist_neighbors_count())
         web = comm.Create_graph([1, 3, 4], [1, 0, 2, 1])
