@@ -54,7 +54,8 @@ class Exception(CommError, RuntimeError):  # noqa: A001 (mpi4py's name)
 def refuse(self, name):
     """Refuse an attribute that the simulated MPI lacks, and name those that are like it."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
-    close = get_close_matches(name, [item for item in dir(self) if item[0] != "_"], cutoff=0.75)
+    others = [item for item in dir(self) if item[0] != "_" and item != name]
+    close = get_close_matches(name, others, cutoff=0.75)
     like = f"; {whose} has {', '.join(close)}" if close else ""
     raise AttributeError(
         f"the simulated MPI has no {whose}.{name}{like}; docs/reference/mpi4py.md lists its calls"
