@@ -114,7 +114,7 @@ class Operation:
             if item.what.startswith("receive") and item.complete:
                 source, tag, got = item.envelope
                 return source, tag, 0, len(got), self.cancelled
-        return *(self.status if self.active else (ANY, ANY)), 0, 0, self.cancelled
+        return *self.status, 0, 0, self.cancelled
 
     def wait(self):
         """Wait for it, finish it, and return the received object."""
@@ -123,7 +123,7 @@ class Operation:
         if self.started:
             self.wire.wait_all(self.started)
         result = self.finish() if self.finish and not self.cancelled else None
-        self.active, self.started = False, [] if self.start else self.started
+        self.active = False
         return result
 
     def begin(self):
@@ -142,7 +142,7 @@ class Request(FrontHandle):
 
     def _finish(self, status):
         """Wait, and return the received object."""
-        operation = self._value
+        operation = self._value if self._is_active else None
         result = operation.wait() if operation else None
         if status is not None:
             status._set(*(operation.envelope() if operation else EMPTY))

@@ -395,7 +395,9 @@ RIGHT = {
         received = comm.irecv(source=right)
         comm.Send([None, MPI.BYTE], left, 5); comm.Recv([None, MPI.BYTE], right, 5)
         print(MPI.COMM_SELF.allreduce(rank), MPI.COMM_SELF.Get_size())
-        print(rank, received.wait(), request.test()[1], comm.recv(source=MPI.PROC_NULL))
+        print(rank, received.wait(), request.test()[1], comm.recv(None, MPI.PROC_NULL, 0, status))
+        again = comm.Recv_init(y, right, 9); again.Start(); comm.Send(x, left, 9)
+        print(status.source == MPI.PROC_NULL); again.Wait(status); print(status.source == right)
         request, done = comm.irecv(source=right), False
         comm.send([rank], left)
         while not done:
