@@ -55,6 +55,7 @@ POLL_S = 0.05
 # A launcher whose ranks have gone ends at once, but for Open MPI's after a link was cut: it waits
 # for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM. Ranks of a stopped one
 # wait for it when they have finished. The first rank's lock is seen from a host without ranks, too.
+# srun ends by itself, after Slurm's limits: without it the step would keep the nodes.
 LAUNCHER_S, LOOK_S = 10.0, 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # Status of errors that a restart does not cure. One exception: a killed job may still hold the
@@ -300,9 +301,9 @@ class Supervisor:
             starts: lines of starts.jsonl before it was.
         """
         limit_s, is_up, is_passed_on = self._plan.start_limit_s, False, False
-        looked_s, seen_s = begin_s, inf
+        looked_s, seen_s, watches = begin_s, inf, launcher.kind != "srun"
         while job.poll() is None:
-            if is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
+            if watches and is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
                 looked_s = now_s
                 if is_locked(self._plan.folder):
                     seen_s = now_s

@@ -61,10 +61,10 @@ def play(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
 
     def supervise(
-        *acts: str, words: str = "--model mlp --dp 4", **plan: object
+        *acts: str, words: str = "--model mlp --dp 4", kind: str = "Open MPI", **plan: object
     ) -> tuple[list[str], list[str]]:
         (tmp_path / "acts").write_text("\n".join(acts) + "\n")
-        launcher = Launcher("Open MPI", make_script(tmp_path / "mpirun", SCRIPT))
+        launcher = Launcher(kind, make_script(tmp_path / "mpirun", SCRIPT))
         text = []
         given = {"ranks": 4, "restarts": 3, **plan}
         made = SupervisedRun(tuple(words.split()), tmp_path / "run", resumes=False, **given)
@@ -182,15 +182,19 @@ def test_a_job_that_does_not_come_up_is_started_again(
     assert time.monotonic() - begin < 10
 
 
-def test_a_launcher_without_ranks_is_ended(play, monkeypatch):
-    """As Open MPI's, when the link to another host is cut: it waits for that host's daemon."""
+@pytest.mark.parametrize("kind, seconds", [("Open MPI", 100), ("srun", 1.5)])
+def test_a_launcher_without_ranks_is_ended(kind, seconds, play, monkeypatch):
+    """As Open MPI's, when the link to another host is cut: it waits for that host's daemon.
+
+    Not srun: its step would keep the nodes.
+    """
     monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
     monkeypatch.setattr(supervisor, "LAUNCHER_S", 0.2)
     alive = [True] * 3
     monkeypatch.setattr(supervisor, "is_locked", lambda _: bool(alive) and alive.pop())
     begin = time.monotonic()
-    _, text = play("up; sleep 100", "up; finish")
-    assert "had gone, and its launcher did not end" in text[1]
+    _, text = play(f"up; sleep {seconds}", "up; finish", kind=kind)
+    assert ("had gone, and its launcher did not end" in text[1]) == (kind == "Open MPI")
     assert text[-1].startswith("finished after 2 starts")
     assert time.monotonic() - begin < 20
 
