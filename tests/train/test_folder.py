@@ -89,6 +89,10 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     write_atomically(tmp_path / "latest", b"step-2")
     assert [item.name for item in tmp_path.iterdir()] == ["latest"]
+    os.mkfifo(tmp_path / "pipe")  # as root would /dev/null
+    with pytest.raises(OSError, match="not an ordinary file"):
+        write_atomically(tmp_path / "pipe", b"step-3")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 # One job at a time writes a run.
