@@ -75,6 +75,7 @@ runuser -u munge -- munged --force --socket=/run/munge/munge.socket.2 --log-file
     --pid-file=/run/munge/pid --seed-file=/run/munge/seed
 """
 TRAIN = "$nnmpi train --dataset iris --model mlp --no-jit --log-every 1"
+ENDLESS = "--epochs 99999 --slow ms=50 --save-every 20steps --max-steps"
 # (instruction, script on the head, what it prints: a regular expression). $srun and $nnmpi are set.
 CASES = [
     (
@@ -95,8 +96,36 @@ CASES = [
 grep -l accuracy lr-*/finished.json""",
         r"lr-0/(.|\n)*lr-1/",
     ),
+    (
+        "start or resume, requeued",
+        f"""cat >again.sh <<END
+#!/bin/sh
+if [ -e again/config.json ]; then $srun $nnmpi train --resume again
+else $srun {TRAIN} {ENDLESS} 99999 --out again; fi
+END
+job=$(sbatch --parsable --requeue --open-mode=append -o again.log -n 3 again.sh)
+until grep -qs '"global_step": 30' again/metrics.jsonl; do sleep 1; done
+scontrol requeue $job
+until scontrol update JobId=$job StartTime=now 2>&-; do sleep 1; done
+until grep -q 'resuming from' again.log; do sleep 1; done
+scancel $job; cat again.log""",
+        r"stopped by SIGTERM after step (\d+)(.|\n)*resuming from \S+step-0*\1\b",
+    ),
+    (
+        "nnmpi run, a node lost",
+        f"""cat >lost.sh <<END
+#!/bin/sh
+export SLURM_MPI_TYPE=$type
+$nnmpi run -n 3 -- {TRAIN.removeprefix("$nnmpi train")} {ENDLESS} 400 --out lost
+END
+job=$(sbatch --parsable --no-kill -N 3 -n 3 -o lost.log lost.sh)
+until grep -qs '"global_step": 30' lost/metrics.jsonl; do sleep 1; done
+kill -9 $h2
+until [ -z "$(squeue -h -j $job)" ]; do sleep 1; done; cat lost.log""",
+        r"without h2(.|\n)*finished after 2 starts",
+    ),
 ]
-CHECKED, LIMIT_S = 3, 240.0  # the first cases run in CI
+CHECKED, LIMIT_S = 3, 900.0  # the first cases run in CI
 
 
 def start_slurm(lab):
@@ -128,7 +157,7 @@ def run_cases(cases):
     with lab_of(NODES, Speed("1gbit")) as lab:
         start_slurm(lab)
         python = shlex.quote(sys.executable)
-        names = f"type={kind} srun='srun --mpi={kind}' python={python}"
+        names = f"type={kind} srun='srun --mpi={kind}' python={python} h2={lab._hosts[2].lab_pid}"
         names += f" nnmpi='{python} -m nnmpi'"
         for name, script, expected in cases:
             begin_s = time.monotonic()

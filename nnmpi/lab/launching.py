@@ -49,7 +49,8 @@ class Launcher:
         start = [self.path, "-n", str(ranks)]
         if self.kind == "srun":
             nodes = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
-            return [*start, "--kill-on-bad-exit=1", *nodes]
+            # overlap: Slurm keeps a lost node's step, and with it the cores of the other nodes
+            return [*start, "--overlap", "--kill-on-bad-exit=1", *nodes]
         option = "--host" if self.kind == "Open MPI" else "-hosts"
         return (
             [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())]

@@ -229,7 +229,7 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path, monkeypatch):
     assert given_hosts() == ["n1", "n2"]
     launcher = find_launcher(4, [])
     assert launcher == Launcher("srun", str(tmp_path / "srun"))
-    expected = "-n 3 --kill-on-bad-exit=1 --nodes 2 --nodelist n1,n2"
+    expected = "-n 3 --overlap --kill-on-bad-exit=1 --nodes 2 --nodelist n1,n2"
     assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == expected.split()
 
 
