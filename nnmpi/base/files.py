@@ -231,6 +231,14 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
         os.fsync(parent)
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a text; see `write_atomically`. A device or a link, such as /dev/stdout, is kept."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(file, text.encode())
+
+
 def write_json(file: Path, value: Any, root: Path | None = None) -> None:
     """Replace a file's content by a JSON value; see `write_atomically` and `json_text`."""
     write_atomically(file, json_text(value, indent=1).encode() + b"\n", root)

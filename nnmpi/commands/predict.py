@@ -15,7 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.base.command import complain, read_command
 from nnmpi.base.errors import DataError, UsageError, raised_as
-from nnmpi.base.files import json_text
+from nnmpi.base.files import json_text, write_text
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
@@ -157,7 +157,7 @@ def main(words: Sequence[str], group: Group) -> None:
             console.finish(text)
         else:
             with raised_as(UsageError, f"--out {options.out} cannot be written"):
-                options.out.write_text(text + "\n", encoding="utf-8")
+                write_text(options.out, text + "\n")
 
     on_root(group, write)
 

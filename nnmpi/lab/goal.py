@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from nnmpi.base.errors import ScheduleError, UsageError, raised_as, shortened
-from nnmpi.base.files import foreign, read_text
+from nnmpi.base.files import foreign, read_text, write_text
 from nnmpi.base.picture import Arrow, Bar, Picture
 from nnmpi.comm.collective import Chunks, Collective, runs
 from nnmpi.comm.duration import ITEM_BYTES
@@ -329,7 +329,7 @@ def save(file: Path, text: object) -> None:
         UsageError: for one that cannot be written.
     """
     with raised_as(UsageError, f"{file} cannot be written"):
-        file.write_text(f"{text}\n")
+        write_text(file, f"{text}\n")
 
 
 def check_length(file: Path, most: int) -> None:

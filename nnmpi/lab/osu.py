@@ -120,6 +120,8 @@ def fit_of(file: Path, tables: Tables, add: Curve, facts: Mapping[str, Any]) -> 
         )
     else:
         raise UsageError(f"{file} has no latency of messages and no all-reduce")
+    if link.one_way.points[0][1] == link.one_way.points[-1][1]:
+        raise UsageError(f"{file} says nothing of bandwidth; it needs messages of other lengths")
     machine = Machine(link, nodes=tuple(nodes) if any(nodes) else None, add=add)
     curve = curves.get("native") or Curve(
         tuple(

@@ -486,6 +486,10 @@ class RunConfig:
             " out",
         )
         require(
+            not self.least_gain or self.keeps_best,
+            "--least-gain is of --keep-best and --early-stopping; give one of them",
+        )
+        require(
             not self.stall_limit or self.stall_limit >= WARNING_S,
             f"--stall-limit {self.stall_limit:g} is below the warning's {WARNING_S:g} s; give more",
         )

@@ -251,6 +251,7 @@ def test_measurements_of_others_give_the_fit_that_they_are(tmp_path):
         (NCCL.format("alltoall"), "line 1: alltoall_perf is none of latency, bandwidth"),
         ("# \n" * 2**20, "no measurements .it is longer than 1 MiB"),
         ("", "has no latency of messages and no all-reduce"),
+        *((HEAD + rows, "nothing of bandwidth") for rows in ("1 5", "1 5\n9999 4")),
         (NCCL.format("all_reduce"), "another one than --ranks"),
     ):
         with pytest.raises(UsageError, match=f"^[^\n]*{sentence}[^\n]*$"):

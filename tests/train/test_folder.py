@@ -95,6 +95,21 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path)
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    files.write_text(tmp_path / "link", "first")
+    assert (tmp_path / "link").is_symlink()
+
+    def full(file: Path, content: bytes, root: Path | None = None):
+        file.write_bytes(content[:3])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(files, "write_synced", full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_text(tmp_path / "file", "second")
+    assert (tmp_path / "file").read_text() == "first"
+
+
 # One job at a time writes a run.
 
 

@@ -117,6 +117,7 @@ def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
     [
         ("--early-stopping 0", "--early-stopping is 0; give a whole number, 1 or more"),
         ("--early-stopping 2 --eval-every 0steps", "and --eval-every 0 has none"),
+        ("--least-gain 0.1", "--least-gain is of --keep-best and --early-stopping"),
         ("--least-gain -1", "--least-gain is -1.0; give a finite number, 0 or more"),
     ],
 )
