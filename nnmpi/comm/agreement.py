@@ -135,10 +135,14 @@ class Communicator(Settled, fixed="comm rank size"):
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
         full, ends = texts.tobytes(), np.cumsum(lengths).tolist()
-        return [
-            decode_json(full[begin:end], rank)
-            for rank, (begin, end) in enumerate(pairwise([0, *ends]))
-        ]
+        known: dict[bytes, Any] = {}  # most ranks say nothing: to decode each took n^2 on n ranks
+        result = []
+        for rank, (begin, end) in enumerate(pairwise([0, *ends])):
+            one = full[begin:end]
+            result.append(known[one] if one in known else decode_json(one, rank))
+            if not isinstance(result[-1], list | dict):  # which a caller may change
+                known[one] = result[-1]
+        return result
 
     def share(self, value: Any, root: int = 0) -> Any:
         """Return root's JSON value on every rank; the other ranks' arguments are ignored.
