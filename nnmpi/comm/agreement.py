@@ -120,10 +120,20 @@ class Communicator(Settled, fixed="comm rank size"):
         Raises:
             CommError: on all ranks, when a value has no JSON form.
         """
+        known: dict[bytes, Any] = {}  # most ranks say nothing: to decode each took n^2 on n ranks
+        result = []
+        for rank, text in enumerate(self.gather_texts(value)):
+            result.append(known[text] if text in known else decode_json(text, rank))
+            if not isinstance(result[-1], list | dict):  # which a caller may change
+                known[text] = result[-1]
+        return result
+
+    def gather_texts(self, value: Any) -> tuple[bytes, ...]:
+        """Return what `decode_json` turns into every rank's JSON value, in rank order."""
         encoded = encode_json(value)
         self.comm.check_open()
         if self.size == 1:  # an epoch of a small run has several
-            return [decode_json(encoded, 0)]
+            return (encoded,)
         text = np.frombuffer(encoded, np.uint8)
         lengths = np.empty(self.size, np.int64)
         self.comm.allgather(np.array([text.size], np.int64), lengths)
@@ -135,14 +145,7 @@ class Communicator(Settled, fixed="comm rank size"):
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
         full, ends = texts.tobytes(), np.cumsum(lengths).tolist()
-        known: dict[bytes, Any] = {}  # most ranks say nothing: to decode each took n^2 on n ranks
-        result = []
-        for rank, (begin, end) in enumerate(pairwise([0, *ends])):
-            one = full[begin:end]
-            result.append(known[one] if one in known else decode_json(one, rank))
-            if not isinstance(result[-1], list | dict):  # which a caller may change
-                known[one] = result[-1]
-        return result
+        return tuple(full[begin:end] for begin, end in pairwise([0, *ends]))
 
     def share(self, value: Any, root: int = 0) -> Any:
         """Return root's JSON value on every rank; the other ranks' arguments are ignored.
@@ -151,7 +154,7 @@ class Communicator(Settled, fixed="comm rank size"):
             CommError: on all ranks, when the value has no JSON form.
         """
         self.check_root(root)
-        return self.gather(value if self.rank == root else None)[root]
+        return decode_json(self.gather_texts(value if self.rank == root else None)[root], root)
 
     def check_root(self, root: object) -> None:
         """Refuse a root that is none of these ranks."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import CheckpointError, LayoutError, ShapeError, group_ranks
 from nnmpi.base.shard import Region
-from nnmpi.comm.agreement import CollectivePhase, refuse_different
+from nnmpi.comm.agreement import CollectivePhase, decode_json, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
@@ -399,13 +399,16 @@ class ModelState:
         if self._maps is None:
             local = [entry.describe() for entry in self._entries]
             names = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
-            by_rank = self._group.gather([names, local])
-            problem = "the names of the model's arrays, or their order, differ between the ranks"
-            refuse_different(
-                [[digest] for digest, _ in by_rank], problem, kind=LayoutError, show=None
-            )
-            self._maps = shard_maps([entries for _, entries in by_rank], self._order)
+            self._maps = _read_maps(self._group.gather_texts([names, local]), tuple(self._order))
         return self._maps
+
+
+@lru_cache(1)  # one for all simulated ranks: each read all, a minute of 256 ranks' first save
+def _read_maps(texts: Sequence[bytes], order: Sequence[str]) -> dict[str, ShardMap]:
+    by_rank = [decode_json(text, rank) for rank, text in enumerate(texts)]
+    problem = "the names of the model's arrays, or their order, differ between the ranks"
+    refuse_different([[digest] for digest, _ in by_rank], problem, kind=LayoutError, show=None)
+    return shard_maps([entries for _, entries in by_rank], order)
 
 
 def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: object) -> Array:
