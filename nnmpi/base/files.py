@@ -216,7 +216,8 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
         OSError: when the disk is full or not writable. The old content then stays, and no temporary
             file is left. Also for a device such as /dev/null, which root would replace.
     """
-    check_ordinary(file)
+    if not file.is_dir():  # the system says so
+        check_ordinary(file)
     # always the same name, so that the next write overwrites the leftover of a killed process
     temporary = file.with_name(f".{file.name}.tmp")
     with entered(file.parent, root) as parent:

@@ -38,6 +38,8 @@ def launch(words: Sequence[str]) -> None:
         watch_alone()
         with suppress(HelpAsked):  # `run_on_ranks` prints it
             if command := rank_command(words):
+                # Open MPI's mpirun passes SIGTERM on, and the ranks save; else it kills them
+                os.environ.setdefault("PRTE_MCA_ess_base_forward_signals", "15")
                 os.execv(command[0], command)
     run_on_ranks(words, main, simulation, StopSignals)
 
