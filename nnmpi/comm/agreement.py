@@ -123,9 +123,10 @@ class Communicator(Settled, fixed="comm rank size"):
         known: dict[bytes, Any] = {}  # most ranks say nothing: to decode each took n^2 on n ranks
         result = []
         for rank, text in enumerate(self.gather_texts(value)):
-            result.append(known[text] if text in known else decode_json(text, rank))
-            if not isinstance(result[-1], list | dict):  # which a caller may change
-                known[text] = result[-1]
+            one = known[text] if text in known else decode_json(text, rank)
+            if not isinstance(one, list | dict):  # which a caller may change
+                known[text] = one
+            result.append(one)
         return result
 
     def gather_texts(self, value: Any) -> tuple[bytes, ...]:

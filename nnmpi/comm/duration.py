@@ -35,7 +35,6 @@ A step of a ring on three ranks; rank 1 comes to it late:
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import cycle
 from typing import cast
 
 from nnmpi.base.custom import call_user
@@ -122,16 +121,13 @@ def simulate_collective(
 @lru_cache(maxsize=2**8)
 def buffers_sent(collective: Collective, size: int) -> Sequence[float]:
     """Return the buffers that each rank sends."""
-    by_phase = [
-        cycle(
-            [
-                sum(len(step.send) for step in call_user(phase, Step, rank, size))
-                for rank in range(1 if _steps_of_all(phase, size) else size)
-            ]
-        )
-        for phase in collective.phases
-    ]
-    return [sum(map(next, by_phase)) / collective.contract.parts(size) for _ in range(size)]
+    total = [0] * size
+    for phase in collective.phases:
+        ranks = range(1 if _steps_of_all(phase, size) else size)
+        sent = [sum(len(step.send) for step in call_user(phase, Step, r, size)) for r in ranks]
+        for rank in range(size):
+            total[rank] += sent[rank % len(sent)]
+    return [chunks / collective.contract.parts(size) for chunks in total]
 
 
 @lru_cache(maxsize=32)  # the planner prices the same ones with other lengths

@@ -90,6 +90,9 @@ def test_every_rank_in_turn_stops_all(group):
             text = str(error)
         expected = "damaged" if group.size == 1 else f"rank {guilty}: damaged"
         assert group.gather(text) == [expected] * group.size
+    lists = group.gather([0])
+    lists[0].append(1)  # a caller's own, though the ranks say the same
+    assert lists == [[0, 1], *[[0]] * (group.size - 1)]
 
 
 @pytest.mark.simulated

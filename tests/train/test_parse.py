@@ -3,6 +3,7 @@ of fault.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nnmpi.base.errors import DataError, HelpAsked, UsageError
 from nnmpi.base.launcher import Launch
 from nnmpi.base.lines import lines_of
 from nnmpi.data import load
+from nnmpi.train import __main__ as train
 from nnmpi.train import cli
 from nnmpi.train.cli import parse, rank_command
 from nnmpi.train.config import Config, all_options, flatten
@@ -50,6 +52,19 @@ def test_ranks_are_started_by_the_launcher(words, ranks, monkeypatch):
     start, _, left = " ".join(rank_command(words.split())).partition(" -m nnmpi.train")
     assert (f" -n {ranks} " in start) == (ranks > 0) == ("--" in left or words == "-n auto")
     assert "-n" not in left and "--ranks" not in left and "auto" not in left
+
+
+def test_started_ranks_are_told_of_sigterm(monkeypatch):
+    """By Open MPI's launcher, so that they save: it kills them otherwise."""
+    name, seen = "PRTE_MCA_ess_base_forward_signals", []
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(cli, "read_launch", lambda _: None)
+    monkeypatch.setattr(train, "run_on_ranks", lambda *_: None)
+    monkeypatch.setattr(train, "watch_alone", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda *_: seen.append(os.environ.get(name)))
+    train.launch(["--ranks", "2"])
+    assert seen == ["15"]
 
 
 def test_ranks_are_started_once(tmp_path, monkeypatch):

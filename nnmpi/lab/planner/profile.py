@@ -314,7 +314,8 @@ def measure(
         date=time.strftime("%Y-%m-%d %H:%M"),
         busy=busy,
     )
-    profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group, backend))
+    if group.size > 1:
+        profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group, backend))
     return rebuilt(Profile, group.share(profile.to_json()))
 
 
@@ -329,7 +330,7 @@ def _measure_zero(
     machine = Machine.uniform(0.0, 0.0) if fit is None else fit.machine
     few = replace(workload, config=workload.config.having(batch_size=rows * ranks))
     pricer = few.pricer(profile, PlannedNetwork("", machine, ranks, fit), backend)
-    for zero in STAGES if ranks > 1 else ():
+    for zero in STAGES:
         with suppress(UsageError):  # an optimizer of whole matrices
             step_s = time_layout(few, {"dp": ranks, "zero": zero}, group, backend)
             result[zero] = max(0.0, step_s - pricer.price(Candidate(ranks, zero=zero)).seconds)
