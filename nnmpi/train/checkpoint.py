@@ -289,7 +289,7 @@ class Saver(AbstractContextManager["Saver"]):
         began, group = clock.now(), self._group
         writer = CheckpointWriter(self._folder, step, self._root)  # rank 0 alone uses it
         what = f"no checkpoint of step {step} can be written into {self._folder}"
-        older = "older ones are intact" if any(self._folder.glob("step-*")) else "there is none yet"
+        older = "older ones are intact" if steps(self._folder) else "there is none yet"
         as_error = raised_as(CheckpointError, what, older)
 
         @as_error
@@ -808,7 +808,9 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 def steps(folder: Path) -> list[Path]:
     """Return the checkpoints' folders, newest first, without temporary ones."""
-    return sorted((item for item in folder.glob(f"{PREFIX}*") if item.is_dir()), reverse=True)
+    with suppress(FileNotFoundError):  # it may vanish while glob reads
+        return sorted((item for item in folder.glob(f"{PREFIX}*") if item.is_dir()), reverse=True)
+    return []
 
 
 def _candidates(folder: Path) -> list[Path]:
