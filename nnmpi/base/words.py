@@ -19,11 +19,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 TABLE = Path(__file__).with_name("names.md")
 PAGE = "docs/reference/names.md"
 # variables and Python's words in a row's code
-_OTHERS = {
-    *("torch", "nn", "hvd", "self", "model", "optimizer", "layer", "layers", "loss", "pred"),
-    *("values", "places", "mask", "value", "parameter", "worker", "scheduler", "schedule"),
-    *("lstm", "key", "for", "in", "py", "python", "np", "print", "False", "True", "None"),
-}
+_OTHERS = """
+torch nn hvd self model optimizer layer layers loss pred values places mask value parameter worker
+scheduler schedule lstm key for in py python np print False True None
+"""
 _SUBJECT = re.compile(r"(?:[\w.]+\.)?([A-Za-z_]\w*)(?=\(|$|=)")
 
 
@@ -51,7 +50,10 @@ def rows() -> dict[str, str]:
                 subjects.setdefault(subject[1], text)
                 for name in re.findall(r"(\w+=)(?!=)", plain.partition("(")[2]):
                     subjects.setdefault(f"{_plain(subject[1])}.{name}", text)
-    return {name: text for name, text in {**others, **subjects}.items() if name not in _OTHERS}
+    result = others | subjects
+    for name in _OTHERS.split():
+        result.pop(name, None)
+    return result
 
 
 def _lines() -> list[str]:

@@ -22,21 +22,8 @@ CommBuffer: TypeAlias = NDArray[Any]
 # Dtypes that both MPI and NumPy add. MPI has no dependable sum of half-precision numbers. When a
 # sum of integers overflows, NumPy wraps around, while Open MPI's all-reduce may saturate (seen with
 # int8).
-DTYPES = frozenset(
-    np.dtype(name)
-    for name in (
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-    )
-)
+_NAMES = "float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+DTYPES = frozenset(map(np.dtype, _NAMES.split()))
 
 
 # 16-bit floats, added in float32. Names, because NumPy has bfloat16 only through a package.

@@ -30,25 +30,8 @@ THEIRS = -100  # the same in PyTorch and Hugging Face's libraries
 TRAIN = "train", "training"
 HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
 # spellings of a missing value in tables, in lower case
-MISSING = frozenset(
-    [
-        "",
-        "?",
-        "-",
-        "--",
-        ".",
-        "na",
-        "n/a",
-        "n.a.",
-        "#n/a",
-        "nan",
-        "<na>",
-        "none",
-        "null",
-        "nil",
-        "nat",
-    ]
-)
+_MISSING = "? - -- . na n/a n.a. #n/a nan <na> none null nil nat"
+MISSING = frozenset(["", *_MISSING.split()])
 
 
 def no_number(value: object, label: bool = False) -> str:

@@ -43,18 +43,8 @@ CIFAR_EXPECTED = (
     f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or"
     f" {CIFAR_ARCHIVE}"
 )
-CIFAR_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
+_CIFAR_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
+CIFAR_CLASSES = tuple(_CIFAR_NAMES.split())
 RECORD = 1 + 3 * 32 * 32
 BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin(\.gz)?")
 
@@ -170,12 +160,10 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
     return parts[0], parts[1]
 
 
-SUFFIXES = (
-    *(".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".tga"),
-    *(".pgm", ".ppm", ".pbm", ".pnm"),
-)
+_READ = ".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .tga .pgm .ppm .pbm .pnm"
+_OTHERS = ".heic .heif .avif .jp2 .dcm .npy .psd .svg .exr"
+SUFFIXES, UNREAD = (tuple(suffixes.split()) for suffixes in (_READ, _OTHERS))
 PIXEL_BYTES = 8  # of a pixel while it is read, at most
-UNREAD = ".heic", ".heif", ".avif", ".jp2", ".dcm", ".npy", ".psd", ".svg", ".exr"
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
 

@@ -53,6 +53,7 @@ LAYERS = 10_000  # more would be built for minutes, until memory ends
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
+NOT_OF_TOKENS = "target drop sample_shape decimal augment loss class_weights"
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
@@ -541,15 +542,7 @@ class Config:
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         model, given = self.model.model, non_defaults(self.data) | non_defaults(self.optimization)
-        for name in (
-            "target",
-            "drop",
-            "sample_shape",
-            "decimal",
-            "augment",
-            "loss",
-            "class_weights",
-        ):
+        for name in NOT_OF_TOKENS.split():
             require(
                 model not in SEQUENCE_MODELS or name not in given or is_custom(given[name]),
                 f"{flag_of(name)} is not for --model {model}, whose samples and labels are tokens;"

@@ -239,18 +239,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     values = check(flat, str(file))
     # --simulate is among them: a run may begin in simulation and resume on real ranks, or the
     # reverse.
-    left_out = {
-        "out",
-        "resume",
-        "trust",
-        "config",
-        "quiet",
-        "ranks",
-        "simulate",
-        "network",
-        "stop_after",
-    }
-    return {name: value for name, value in values.items() if name not in left_out}
+    left_out = "out resume trust config quiet ranks simulate network stop_after"
+    return {name: value for name, value in values.items() if name not in left_out.split()}
 
 
 def check_trust(
