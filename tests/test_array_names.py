@@ -163,7 +163,7 @@ def test_every_exception_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    "code, words",
     [
         ("xp.vecdot(a, b)", "vecdot is not in CuPy"),
         ("self.xp.unstack(a)", "unstack is not in CuPy"),

@@ -37,7 +37,7 @@ def points(assignment: Path, work: Path) -> tuple[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"]
+    "assignment, of", [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"]
 )
 def test_an_untouched_starter_earns_nothing(assignment, of, tmp_path):
     written = main([str(assignment), str(tmp_path), "--starter"]).splitlines()
@@ -55,7 +55,7 @@ def test_an_untouched_starter_earns_nothing(assignment, of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("assignment", "of"),
+    "assignment, of",
     cases([(TRAINING, 150), (REDUCE, 100)], lambda assignment, of: of == 100, ONCE_MORE),
     ids=["training", "reduce"],
 )

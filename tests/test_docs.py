@@ -72,7 +72,7 @@ def test_the_first_programs_train(page, group, capsys):
     assert not any(everyone[1:]), everyone
 
 
-@pytest.mark.parametrize(("page", "changed"), [("pytorch", 9), ("horovod", 34)])
+@pytest.mark.parametrize("page, changed", [("pytorch", 9), ("horovod", 34)])
 def test_scripts_are_ported(
     page,
     changed,

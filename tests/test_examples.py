@@ -114,7 +114,7 @@ def test_a_lesson_fails_where_weights_differ(lesson):
 ONE_FILE = FOLDER / "one_file.py"
 
 
-@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 2), (3, 1, 2), (1, 5, 1)])
+@pytest.mark.parametrize("dp, pp, tp", [(2, 2, 2), (3, 1, 2), (1, 5, 1)])
 def test_the_one_file_is_equal_in_every_layout(dp, pp, tp):
     main = runpy.run_path(str(ONE_FILE))["main"]
     nnmpi.simulate(lambda group: main(group, dp, pp, tp), ranks=dp * pp * tp)
@@ -149,7 +149,7 @@ def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows():
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    "words, status, told",
     [
         (
             "2_ring.py --simulate 2",

@@ -282,9 +282,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    ("make", "name", "value", "x"), CHANGES, ids=[str(case[1]) for case in CHANGES]
-)
+@pytest.mark.parametrize("make, name, value, x", CHANGES, ids=[str(case[1]) for case in CHANGES])
 def test_a_changed_layer_is_the_one_that_is_made_so(make, name, value, x, compiled):
     """Also after it has computed, been fused with its neighbour, and been recorded."""
 

@@ -73,7 +73,7 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("workers", "bound", "pushes", "released", "updates", "stale"),
+    "workers, bound, pushes, released, updates, stale",
     [
         # pulled 0, 1, 2, 4 and used at 0, 1, 3, 4; pulled 0, 3, 6, 7 and used at 2, 5, 6, 7
         (

@@ -22,7 +22,7 @@ from nnmpi.compose.stats import Staleness
 
 
 @pytest.mark.parametrize(
-    ("bound", "limited", "may"),
+    "bound, limited, may",
     [
         (None, [9, 2, 7], [True, True, True]),
         (7, [9, 2, 7], [True, True, True]),
@@ -89,7 +89,7 @@ def test_a_controller_in_step_and_then_with_a_bound():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "settings, words",
     [
         ({"sync": "fast"}, "it must be one of bsp, asp"),
         ({"sync": "ssp", "staleness": -1}, "staleness is -1; give a whole number"),
@@ -114,7 +114,7 @@ def test_bounds_and_words_of_every_mode():
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    "text, seconds",
     [
         ("", [0.01, 0.01]),
         ("ms=20", [0.02, 0.02]),

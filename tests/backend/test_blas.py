@@ -9,7 +9,7 @@ WIDE = " ".join(sorted(AVX512))
 
 
 @pytest.mark.parametrize(
-    ("core", "vendor", "family", "flags", "older"),
+    "core, vendor, family, flags, older",
     [
         ("Haswell", "AuthenticAMD", "26", WIDE, True),
         ("Haswell", "GenuineIntel", "6", WIDE, True),

@@ -51,7 +51,7 @@ def cuda(status: int) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("installed", "error", "words"),
+    "installed, error, words",
     [
         ([], ModuleNotFoundError("No module named 'cupy'"), "pip install 'cupy-cuda12x[ctk]' or"),
         (["cupy-cuda12x", "cupy-cuda13x"], ImportError("failed"), "both installed"),
@@ -64,7 +64,7 @@ def test_why_cupy_cannot_be_imported(installed, error, words):
 
 
 @pytest.mark.parametrize(
-    ("error", "driver", "words"),
+    "error, driver, words",
     [
         (cuda(35), 0, "no CUDA driver"),
         (cuda(35), 12040, "CUDA up to 12.4"),
@@ -85,7 +85,7 @@ def test_why_there_is_no_device(error, driver, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    "error, words",
     [
         (cuda(700), "CUDA_LAUNCH_BLOCKING=1"),
         (cuda(2), "has no room for some memory more"),

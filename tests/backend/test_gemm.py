@@ -157,7 +157,7 @@ ATTENTION = Case(
 
 
 @given(cases(ON_NUMPY))
-def test_on_numpy(case: Case) -> None:
+def test_on_numpy(case):
     """The product, or the sum, exactly: whole numbers leave nothing to rounding."""
     check(np, case)
 
@@ -165,12 +165,12 @@ def test_on_numpy(case: Case) -> None:
 @settings(max_examples=300)
 @example(ATTENTION)
 @given(cases([*KINDS, ("int32", "int32")]))
-def test_on_the_device_by_cublas(case: Case) -> None:
+def test_on_the_device_by_cublas(case):
     """The double of cuBLAS refuses what cuBLAS refuses, and reads no further than the arrays."""
     check(load(), case)
 
 
-def test_numpys_own_calls() -> None:
+def test_numpys_own_calls():
     """On NumPy's float32 and float64 it is the call that it was: dot for matrices, matmul for
     stacks.
     """
@@ -209,13 +209,13 @@ STRIPS = [
 @pytest.mark.parametrize("shape, columns, on_intel, elsewhere", STRIPS)
 @pytest.mark.parametrize("intel", [False, True])
 def test_strips_give_the_product(
-    intel: bool,
-    shape: tuple[int, int, int],
-    columns: str,
-    on_intel: bool,
-    elsewhere: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    intel,
+    shape,
+    columns,
+    on_intel,
+    elsewhere,
+    monkeypatch,
+):
     """Whatever code OpenBLAS runs: into new arrays and given ones, added, and in a recording;
     arrays that are neither row- nor column-major are one product.
     """
@@ -263,7 +263,7 @@ def test_strips_give_the_product(
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
-def test_half_precision_adds_up_in_float32_and_rounds_once(dtype: Any) -> None:
+def test_half_precision_adds_up_in_float32_and_rounds_once(dtype):
     """1 + 2^-11 four thousand times is lost in half precision; a sum rounded once is to the
     nearest, ties to even.
     """
@@ -280,7 +280,7 @@ def test_half_precision_adds_up_in_float32_and_rounds_once(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
-def test_tf32_where_it_is_asked_for(mode: str) -> None:
+def test_tf32_where_it_is_asked_for(mode):
     """Operands of float32 lose 13 bits in modes that allow it, and those of float64 none."""
     cupy = load()
     value = np.array([[1 + 2.0**-20]])
@@ -292,9 +292,9 @@ def test_tf32_where_it_is_asked_for(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_device", "dtype"), [(False, "float32"), (True, "float32"), (True, BFLOAT16)], ids=str
+    "on_device, dtype", [(False, "float32"), (True, "float32"), (True, BFLOAT16)], ids=str
 )
-def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
+def test_a_recording_multiplies_again(on_device, dtype):
     """Replayed with other values in the operands, and in the mode of the recording."""
     xp = load() if on_device else np
     a, b = xp.ones((2, 3), dtype), xp.ones((3, 2), dtype)
@@ -317,7 +317,7 @@ def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
     )
 
 
-def test_what_is_no_product() -> None:
+def test_what_is_no_product():
     """One sentence with the shapes or dtypes."""
     xp = load()
     half, single = xp.ones((2, 3), "float16"), xp.ones((3, 2), "float32")
@@ -337,7 +337,7 @@ def test_what_is_no_product() -> None:
         gemm(single, single.T, add=True)
 
 
-def test_an_array_of_the_host_among_the_devices() -> None:
+def test_an_array_of_the_host_among_the_devices():
     """It says which, whether this combination of shapes was seen before or not."""
     cupy = load()
     device, host = cupy.ones((2, 2), "float32"), np.ones((2, 2), "float32")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import nnmpi
 from nnmpi import Tensor, nn, ops, optim
 from nnmpi.backend.blas import Mkl, load_mkl
-from tests.backend.test_gemm import ON_NUMPY, Case, cases, check
+from tests.backend.test_gemm import ON_NUMPY, cases, check
 
 pytestmark = pytest.mark.skipif(load_mkl() is None, reason="MKL is not installed")
 
@@ -24,7 +24,7 @@ def every_size() -> Mkl:
 
 @settings(max_examples=300)
 @given(cases(ON_NUMPY))
-def test_any_product(every_size: Mkl, case: Case) -> None:
+def test_any_product(every_size, case):
     """Exactly what NumPy gives, of any shapes (0 among them), strides and dtypes, written or
     added.
     """
@@ -34,7 +34,7 @@ def test_any_product(every_size: Mkl, case: Case) -> None:
 
 
 @pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
-def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
+def test_these_are_mkls(every_size, turned):
     """Without them the test above could pass by NumPy alone."""
     a, b = (
         x.T.copy().T if i in turned else x
@@ -46,7 +46,7 @@ def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(out, 1 + a @ b)
 
 
-def test_what_stays_with_numpy() -> None:
+def test_what_stays_with_numpy():
     """Small products, whole numbers, stacks, what lies neither in rows nor in columns, and what is
     no product.
     """
@@ -72,7 +72,7 @@ def test_what_stays_with_numpy() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_training_step(every_size: Mkl, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step(every_size, compiled, monkeypatch):
     """Attention, products of tensors and linear layers, compiled and not: NumPy's losses but for
     rounding.
     """

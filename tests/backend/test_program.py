@@ -172,7 +172,7 @@ def fails(x):
 
 
 @pytest.mark.parametrize(
-    ("read", "words"),
+    "read, words",
     [
         (lambda x: x.max() > 0 and x, "reads a value .bool"),
         (lambda x: float(x[0, 0]), "float"),

@@ -128,7 +128,7 @@ def results(wrap, seed, skipped):
     return [array for *arrays, _ in found for array in arrays], wrapped
 
 
-@pytest.mark.parametrize(("first", "elements"), [(0, 2**16), (25, 4), (50, 1)])  # of a block
+@pytest.mark.parametrize("first, elements", [(0, 2**16), (25, 4), (50, 1)])  # of a block
 def test_random_programs(first, elements, monkeypatch):
     monkeypatch.setattr(tile, "ELEMENTS", elements)
     refused = 0

@@ -72,7 +72,7 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize(
-    ("lead", "columns"), [((), 7), ((3,), (3, 1, 7)), ((3,), 7), ((1,), (1, 1, 7))]
+    "lead, columns", [((), 7), ((3,), (3, 1, 7)), ((3,), 7), ((1,), (1, 1, 7))]
 )
 def test_numbers_of_rows_and_columns(lead, columns):
     """Read and returned; a sum of many rows, whose last part is not full; each sample's own."""

@@ -131,7 +131,7 @@ def test_fields_of_a_dataclass_are_options():
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--batch-size 4 5", "--batch-size is 4 5; it must be a whole number"),
         ("--batch 4", "--batch is not an option; did you mean --batch-size?"),
@@ -150,7 +150,7 @@ def test_a_wrong_word_is_named(words, text):
 
 
 @pytest.mark.parametrize(
-    ("words", "paths", "rows"),
+    "words, paths, rows",
     [
         ("run", ["run"], 3),
         ("run more --batch-size 4", ["run", "more"], 4),
@@ -165,7 +165,7 @@ def test_paths_stand_before_and_behind_options(words, paths, rows):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--shuffle", "give RUN [FILE] first and then the options; RUN is missing"),
         ("run ", "[FILE] is empty; give one"),
@@ -279,7 +279,7 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring():
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "words", "told"),
+    "options, text, words, told",
     [
         ({"stops": (1, 0)}, "stops is 1,0; give whole numbers", "--stops 1 0", "--stops is 1,0; "),
         (

@@ -19,7 +19,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "name"),
+    "environ, name",
     [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")],
 )
 def test_each_launcher_is_read(environ, name):
@@ -55,7 +55,7 @@ def test_srun_may_speak_as_mpichs_mpirun():
 
 
 @pytest.mark.parametrize(
-    ("text", "node", "expected"),
+    "text, node, expected",
     [
         ("9(x999999999),2", 999999999, 2),
         ("3", 0, 3),

@@ -55,9 +55,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "thin", "memory"]
-)
+@pytest.mark.parametrize("main, words, texts", COMMANDS, ids=["comm", "schedule", "thin", "memory"])
 def test_commands_draw_for_slides(main, words, texts, tmp_path):
     pytest.importorskip("matplotlib")
     files = tmp_path / "a.svg", tmp_path / "b.svg"
@@ -74,7 +72,7 @@ def test_commands_draw_for_slides(main, words, texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("main", "words"),
+    "main, words",
     [
         (comm, "render no-such --svg a.svg"),
         (comm, "fit --svg a.svg"),

@@ -45,7 +45,7 @@ def test_examples():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (lambda: part(-1, 2, 0), "part 0 of 2 parts of -1 items"),
         (lambda: part(5, 0, 0), "0 parts"),
@@ -75,7 +75,7 @@ def test_what_does_not_exist(make, words):
     ],
     ids=str,
 )
-def test_a_region_goes_back_where_it_came_from(region: Region) -> None:
+def test_a_region_goes_back_where_it_came_from(region):
     full = np.arange(np.prod(region.shape)).reshape(region.shape)
     part = region.take(full).copy()
     assert part.shape == region.local_shape
@@ -86,7 +86,7 @@ def test_a_region_goes_back_where_it_came_from(region: Region) -> None:
     assert np.array_equal(other[other >= 0], full[other >= 0])
 
 
-def test_the_regions_of_an_axis_cover_it() -> None:
+def test_the_regions_of_an_axis_cover_it():
     """Also where the pieces differ in length and come from several repeats."""
     full = np.arange(2 * 3 * 7 * 5).reshape(2, 21, 5)
     other = np.zeros_like(full)
@@ -99,6 +99,6 @@ def test_the_regions_of_an_axis_cover_it() -> None:
 @pytest.mark.parametrize(
     "wrong", [(2, 0, 1, 1), (0, 3, 2, 1), (0, 0, 5, 1), (1, 0, 2, 4), (0, 0, 3, 2)], ids=str
 )
-def test_a_region_that_does_not_exist_is_refused(wrong: tuple[int, int, int, int]) -> None:
+def test_a_region_that_does_not_exist_is_refused(wrong):
     with pytest.raises(ValueError, match="does not exist"):
         Region((4, 6), *wrong)

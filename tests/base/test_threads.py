@@ -26,7 +26,7 @@ def test_a_rank_has_one_thread():
 
 
 @pytest.mark.parametrize(
-    ("environ", "loaded"),
+    "environ, loaded",
     [({}, ()), (FOUR_HERE, {"numpy"}), *((FOUR_HERE | {name: "3"}, ()) for name in VARIABLES)],
 )
 def test_nothing_is_set(environ, loaded):
@@ -42,7 +42,7 @@ def test_the_cores_of_this_machine():
 
 
 @pytest.mark.parametrize(
-    ("idle", "quota", "threads", "expected"),
+    "idle, quota, threads, expected",
     [
         ([0, 5, 5, 5, 5], 9, "1", "2 of 3 cores idle; to use more: go -n 3"),
         ([0, 5, 0, 5, 5], 9, "1", "1 of 2 cores idle; to use more: go -n 2"),
@@ -79,7 +79,7 @@ def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text, expected",
     [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)],
 )
 def test_the_quota_of_a_container(text, expected, tmp_path):

@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,14 +36,14 @@ def event(
 # ---- recording ----
 
 
-def test_nothing_is_recorded_without_a_timeline() -> None:
+def test_nothing_is_recorded_without_a_timeline():
     assert timeline.current() is None
     with timeline.span("x", "y"):
         pass
     assert timeline.current() is None
 
 
-def test_spans_are_recorded_into_the_current_timeline() -> None:
+def test_spans_are_recorded_into_the_current_timeline():
     outer, inner = ticking(), ticking()
     with tracing(outer) as given:
         assert given is outer is timeline.current()
@@ -64,7 +63,7 @@ def test_spans_are_recorded_into_the_current_timeline() -> None:
     assert [item.name for item in inner.events] == ["c"]
 
 
-def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
+def test_a_span_that_fails_is_recorded_and_the_error_goes_on():
     mine = ticking()
     with pytest.raises(KeyError), tracing(mine), timeline.span("a", "forward"):
         raise KeyError
@@ -72,7 +71,7 @@ def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
     assert timeline.current() is None
 
 
-def test_another_thread_begins_without_a_timeline() -> None:
+def test_another_thread_begins_without_a_timeline():
     result: list[Timeline | None] = []
     with tracing(Timeline()):
         thread = threading.Thread(target=lambda: result.append(timeline.current()))
@@ -84,7 +83,7 @@ def test_another_thread_begins_without_a_timeline() -> None:
 # ---- Chrome's format ----
 
 
-def test_an_example() -> None:
+def test_an_example():
     """Two ranks whose clocks differ by 100 s, with a message."""
     sender = [event("0F0", 5.0, 6.0), event("out", 6.0, 6.5, "send", sends="m")]
     receiver = [event("in", 104.5, 106.75, "receive", receives="m"), event("1F0", 106.75, 108.0)]
@@ -102,7 +101,7 @@ def test_an_example() -> None:
     assert trace["displayTimeUnit"] == "ms"
 
 
-def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
+def test_a_rank_waits_for_the_last_one_and_computes_no_more():
     """Sums in the order in which each rank does them; a sum that was begun before is waited for
     since then.
     """
@@ -124,7 +123,7 @@ def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
     assert result[1] == [("reduce", 3.0, 4.0), ("reduce", 6.5, 7.0), *full]
 
 
-def test_overlapping_events_get_tracks_of_their_own() -> None:
+def test_overlapping_events_get_tracks_of_their_own():
     result = to_chrome(
         {
             0: [
@@ -150,7 +149,7 @@ def test_overlapping_events_get_tracks_of_their_own() -> None:
     ]
 
 
-def test_the_ends_of_arrows_lie_within_their_events() -> None:
+def test_the_ends_of_arrows_lie_within_their_events():
     """Also where the next event begins at once, and where one lies in another."""
     a = [event("a", 0, 1, sends="1"), event("b", 1, 3), event("c", 1, 2, sends="2")]
     b = [
@@ -175,7 +174,7 @@ def test_the_ends_of_arrows_lie_within_their_events() -> None:
         max_size=30,
     )
 )
-def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> None:
+def test_any_events_keep_the_rules(drawn):
     """And every event is there, with its times, on a track of its kind."""
     processes: dict[int, list[TraceEvent]] = {0: [], 1: [], 2: []}
     for number, (rank, track, begin, length) in enumerate(drawn):
@@ -201,7 +200,7 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("many", [0, 3])
-def test_a_file_holds_what_was_written(name: str, many: int, tmp_path: Path) -> None:
+def test_a_file_holds_what_was_written(name, many, tmp_path):
     events = [
         TraceEvent(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i})
         for i in range(many)
@@ -216,7 +215,7 @@ def test_a_file_holds_what_was_written(name: str, many: int, tmp_path: Path) -> 
         assert trace["traceEvents"][-1]["args"] == {"loss": "nan", "rows": 2}
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         write_chrome(tmp_path / "nowhere" / "trace.json", to_chrome({}))
     (tmp_path / "trace.json").mkdir()

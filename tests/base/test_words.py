@@ -132,7 +132,7 @@ def test_what_is_no_name_is_in_the_table():
 
 
 @pytest.mark.parametrize(
-    ("call", "right"),
+    "call, right",
     [
         (lambda: typed.Tensor.sum(X, dim=1), "axis"),
         (lambda: typed.Tensor.max(X, 1, keepdim=True), "keepdims"),
@@ -213,7 +213,7 @@ def test_bytes_are_not_told_to_be_converted():
 
 
 @pytest.mark.parametrize(
-    ("line", "right"),
+    "line, right",
     [
         ("from nnmpi.data import DataLoader", "nnmpi.data.Loader"),
         ("from nnmpi.optim import lr_scheduler", "a function of the step"),

@@ -39,7 +39,7 @@ A, B, NO_FILE = UsageError("a"), DataError("b"), DataError("no file")
 
 
 @pytest.mark.parametrize(
-    ("failures", "raised"),
+    "failures, raised",
     [
         ((None, None), ""),
         ((None, NO_FILE, None), "DataError: rank 1: no file"),

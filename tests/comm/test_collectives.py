@@ -86,14 +86,14 @@ def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: s
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("n", [0, 1, 5, 7919])
-@pytest.mark.parametrize(("operation", "algorithm"), WAYS)
+@pytest.mark.parametrize("operation, algorithm", WAYS)
 def test_every_collective_keeps_its_contract_again_and_again(group, operation, algorithm, n):
     array = np.empty(n, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("operation", "algorithm"), WAYS)
+@pytest.mark.parametrize("operation, algorithm", WAYS)
 def test_long_arrays(group, operation, algorithm):
     array = np.empty(2**18 + 3, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
@@ -101,7 +101,7 @@ def test_long_arrays(group, operation, algorithm):
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("max_bytes", [1, 100])
-@pytest.mark.parametrize(("operation", "algorithm"), WAYS)
+@pytest.mark.parametrize("operation, algorithm", WAYS)
 def test_messages_are_cut(group, operation, algorithm, max_bytes, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", max_bytes)
     array = np.empty(61, np.float32)
@@ -261,7 +261,7 @@ def test_what_there_is_not_is_refused_with_the_names(group):
 
 
 @pytest.mark.parametrize(
-    ("array", "kind", "words"),
+    "array, kind, words",
     [
         ([1.0], DtypeError, "list"),
         (np.zeros(3, np.float16), DtypeError, "float16"),

@@ -79,7 +79,7 @@ def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready():
 
 
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name[0] != "all-to-all"])
-@pytest.mark.parametrize(("groups", "per_node"), [(1, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("groups, per_node", [(1, 1), (1, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("nbytes", [4, 60_000])
 def test_it_takes_what_simulated_ranks_take(name, nbytes, groups, per_node):
     """Short messages leave at once. Groups share links, whichever ranks of a node they have.

@@ -217,7 +217,7 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group):
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
 
 
-@pytest.mark.parametrize(("s_per_byte", "longest"), [(1e-9, 2**24), (3e-6, 2**17), (1e-4, 2**16)])
+@pytest.mark.parametrize("s_per_byte, longest", [(1e-9, 2**24), (3e-6, 2**17), (1e-4, 2**16)])
 def test_on_slow_links_a_fit_ends_with_shorter_messages(group, s_per_byte, longest, monkeypatch):
     """A megabyte was always measured: at 10 Mbit/s a fit of three nodes took minutes."""
     monkeypatch.setattr(nnmpi.lab.measure, "time_calls", lambda *given: np.full((1, 3), given[1]))

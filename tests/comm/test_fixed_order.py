@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nnmpi.comm.fixed_order
-from nnmpi import Group, NnmpiError
+from nnmpi import Group
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.fixed_order import SumTree, covered, sum_in_fixed_order
 
@@ -44,7 +44,7 @@ def top(leaves: int) -> int:
 
 
 @given(st.integers(1, 20), st.randoms(use_true_random=False))
-def test_any_order_gives_the_same_bits(leaves: int, random) -> None:
+def test_any_order_gives_the_same_bits(leaves, random):
     arrays = wild(leaves, 5)
     order = list(range(leaves))
     random.shuffle(order)
@@ -55,7 +55,7 @@ def test_any_order_gives_the_same_bits(leaves: int, random) -> None:
     assert tree.blocks[top(leaves), 0].tobytes() == plain_sum(arrays, top(leaves), 0).tobytes()
 
 
-def test_the_order_matters_for_these_values() -> None:
+def test_the_order_matters_for_these_values():
     """Otherwise these tests would say nothing."""
     arrays = wild(20, 100)
     backwards = plain_sum(arrays[::-1], top(20), 0)
@@ -63,7 +63,7 @@ def test_the_order_matters_for_these_values() -> None:
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)))
-def test_blocks_are_the_largest_that_are_complete(leaves: int, chosen: set[int]) -> None:
+def test_blocks_are_the_largest_that_are_complete(leaves, chosen):
     chosen = {leaf for leaf in chosen if leaf < leaves}
     arrays = wild(leaves, 3)
     tree = SumTree(leaves)
@@ -79,7 +79,7 @@ def test_blocks_are_the_largest_that_are_complete(leaves: int, chosen: set[int])
 
 
 @given(st.integers(1, 64))
-def test_in_order_few_arrays_are_kept(leaves: int) -> None:
+def test_in_order_few_arrays_are_kept(leaves):
     """And never the caller's."""
     arrays = wild(leaves, 3)
     tree = SumTree(leaves)
@@ -91,7 +91,7 @@ def test_in_order_few_arrays_are_kept(leaves: int) -> None:
         )
 
 
-def test_the_picture_in_the_documentation() -> None:
+def test_the_picture_in_the_documentation():
     tree = SumTree(5)
     for leaf in (0, 1, 2, 4):
         tree.push(leaf, np.ones(1))
@@ -99,16 +99,14 @@ def test_the_picture_in_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaf", "array", "kind", "words"),
+    "leaf, array, kind, words",
     [
         (3, np.ones(2), UsageError, r"leaf 3 is not one of 0\.\.2"),
         (-1, np.ones(2), UsageError, "leaf -1"),
         (0, np.ones(2), UsageError, "leaf 0 was already pushed"),
     ],
 )
-def test_what_cannot_be_pushed(
-    leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str
-) -> None:
+def test_what_cannot_be_pushed(leaf, array, kind, words):
     tree = SumTree(3)
     tree.push(0, np.ones(2))
     with pytest.raises(kind, match=words):
@@ -116,7 +114,7 @@ def test_what_cannot_be_pushed(
     assert list(tree.blocks) == [(0, 0)]
 
 
-def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
+def test_a_leaf_may_be_read_only_or_have_gaps():
     """What is kept of it has neither trait."""
     tree = SumTree(2)
     tree.push(1, np.broadcast_to(np.float64(2.0), 3))
@@ -124,7 +122,7 @@ def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
     assert tree.blocks[1, 0].tolist() == [2.0, 4.0, 6.0]
 
 
-def test_no_leaves() -> None:
+def test_no_leaves():
     with pytest.raises(UsageError, match="leaves is 0; give a whole number of at least 1"):
         SumTree(0)
 
@@ -155,7 +153,7 @@ def is_right(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray])
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("seed", range(8))
-def test_any_dealing_gives_the_same_bits(group: Group, seed: int) -> None:
+def test_any_dealing_gives_the_same_bits(group, seed):
     """Leaves in runs or at random, ranks without any; lengths that do not divide."""
     random = np.random.default_rng(seed)
     for leaves in random.integers(1, 21, 3):
@@ -167,7 +165,7 @@ def test_any_dealing_gives_the_same_bits(group: Group, seed: int) -> None:
 
 
 @pytest.mark.both_worlds
-def test_long_arrays_go_in_several_rounds(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_arrays_go_in_several_rounds(group, monkeypatch):
     """With few bytes a round, and with as many as usual."""
     assert all(
         group.gather(is_right(group, [leaf % group.size for leaf in range(5)], wild(5, 300_001)))
@@ -190,7 +188,7 @@ def complaints(group: Group, tree: SumTree, out: np.ndarray) -> list[str]:
 
 
 @pytest.mark.simulated
-def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group: Group) -> None:
+def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group):
     arrays, last = wild(3, 4), group.size - 1
     missing = complaints(group, deal(group, [0, last], arrays), np.empty(4, np.float32))
     assert missing == ["leaf 2 of 3 was pushed on no rank; push each leaf on one rank"] * group.size
@@ -208,7 +206,7 @@ def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group: Group) ->
 
 
 @pytest.mark.simulated
-def test_ranks_that_differ_are_refused_on_all(group: Group) -> None:
+def test_ranks_that_differ_are_refused_on_all(group):
     arrays, last = wild(3, 4), group.size - 1
     is_last = group.rank == last
     if last:

@@ -300,7 +300,7 @@ GAP = [(0, 0, 3), (0, 8, 10)]
 
 
 @pytest.mark.parametrize(
-    ("spans", "limit", "buckets"),
+    "spans, limit, buckets",
     [
         ([], 100, []),
         (SPANS, 10**9, ["0[0:22] of [0, 1, 2, 3]"]),
@@ -341,7 +341,7 @@ def test_an_empty_bucket_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "busiest", "total"),
+    "algorithm, busiest, total",
     [
         ("ring", 14 / 8, 14),
         ("halving-doubling", 14 / 8, 14),

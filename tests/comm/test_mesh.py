@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi import Group
 from nnmpi.base.errors import LayoutError
 from nnmpi.comm.mesh import AXES, Coordinates, Mesh, fitting
 from tests.harness.refusals import told
@@ -34,7 +33,7 @@ def check(mesh: Mesh) -> None:
 
 
 @given(axis, axis, axis, st.integers(1, 3))
-def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
+def test_every_rank_has_one_place(dp, pp, tp, sp):
     mesh = Mesh(dp, pp, tp, sp=sp)
     check(mesh)
     places = map(mesh.coordinates, range(mesh.size))
@@ -43,7 +42,7 @@ def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
 
 
 @given(axis, axis, st.data())
-def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
+def test_ranks_on_any_nodes(pp, tp, data):
     """Those of one node stand together, in their order; the first rank's node comes first."""
     dp, sp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     size = dp * pp * tp * sp
@@ -59,7 +58,7 @@ def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
-def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int, many: int) -> None:
+def test_even_nodes_keep_the_order_of_the_ranks(replicas, pp, tp, many):
     """When each node has whole replicas, in the order of the ranks, nothing is moved."""
     item = replicas * pp * tp
     nodes = tuple(node for node in range(many) for _ in range(item))
@@ -67,14 +66,14 @@ def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int,
     assert mesh.groups("pp", "tp") == Mesh(replicas * many, pp, tp).groups("pp", "tp")
 
 
-def test_ranks_dealt_in_turn_are_sorted_by_node() -> None:
+def test_ranks_dealt_in_turn_are_sorted_by_node():
     """Also the replicas: those of one node stand together, as a ring over them wants it."""
     assert Mesh(4, 1, 1, (0, 1, 0, 1)).groups("dp") == [[0, 2, 1, 3]]
     assert Mesh(1, 4, 1, (0, 1, 0, 1)).groups("pp") == [[0, 2, 1, 3]]
     assert Mesh(1, 2, 2, (5, 4, 5, 4)).groups("tp") == [[0, 2], [1, 3]]
 
 
-def test_thousands_of_ranks() -> None:
+def test_thousands_of_ranks():
     """On nodes of 64 ranks, dealt in turn; and a prime number of them."""
     nodes = tuple(rank % 128 for rank in range(8192))
     mesh = Mesh(64, 16, 8, nodes)
@@ -86,7 +85,7 @@ def test_thousands_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "shape"),
+    "asked, shape",
     [
         ({}, (24, 1, 1)),
         ({"pp": 2}, (12, 2, 1)),
@@ -99,14 +98,14 @@ def test_thousands_of_ranks() -> None:
     ],
     ids=str,
 )
-def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, int, int]) -> None:
+def test_what_is_left_out_is_derived(asked, shape):
     assert Mesh.of(24, **asked).shape == (*shape, 1)
     assert Mesh.of(48, **asked, sp=2).shape == (*shape, 2)
     assert Mesh.of(24, **asked, nodes=[0] * 24).nodes == (0,) * 24
 
 
 @pytest.mark.parametrize(
-    ("world", "asked", "words"),
+    "world, asked, words",
     [
         (8, (3, 2, 1), "8 ranks are not dp 3 x pp 2 x tp 1 = 6; these fit: dp 4 x pp 2 x tp 1, "),
         (6, (None, 2, 2), "6 ranks are not a multiple of pp 2 x tp 2 = 4"),
@@ -122,16 +121,14 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(
-    world: int, asked: tuple[int | None, ...], words: str
-) -> None:
+def test_what_does_not_fit_is_refused(world, asked, words):
     with pytest.raises(LayoutError) as caught:
         Mesh.of(world, *asked)
     assert words in str(caught.value)
 
 
 @given(st.integers(1, 60))
-def test_what_fits_is_complete(world: int) -> None:
+def test_what_fits_is_complete(world):
     shapes = [mesh.shape for mesh in fitting(world, {"dp": 2, "pp": None, "tp": 3})]
     every = range(1, world + 1)
     assert sorted(shapes) == [
@@ -142,7 +139,7 @@ def test_what_fits_is_complete(world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (lambda: Mesh(2, -1, 1), "pp -1 is impossible"),
         (lambda: Mesh(2, 1, 1, (0,)), "nodes are given for 1 ranks, but dp 2 x pp 1 x tp 1 has 2"),
@@ -150,7 +147,7 @@ def test_what_fits_is_complete(world: int) -> None:
         (lambda: Mesh(2).coordinates(-1), "rank -1"),
     ],
 )
-def test_what_does_not_exist(make, words: str) -> None:
+def test_what_does_not_exist(make, words):
     with pytest.raises(LayoutError, match=words):
         make()
 
@@ -163,7 +160,7 @@ def nodes_for(size: int) -> Sequence[Sequence[int] | None]:
 
 
 @pytest.mark.mpi
-def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
+def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group):
     """For every layout of these ranks: who is in a group, and in which order."""
     for dp, pp, tp, sp in (
         mesh.shape for asked in (1, 2) for mesh in fitting(group.size, {"sp": asked})
@@ -193,12 +190,12 @@ def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_the_nodes_that_mpi_knows_can_be_asked_for(group: Group) -> None:
+def test_the_nodes_that_mpi_knows_can_be_asked_for(group):
     mesh = Mesh.of(group.size, nodes=group.nodes())
     assert group.gather(on_one_node(mesh, "tp")) == [group.size] * group.size
 
 
 @pytest.mark.mpi
-def test_another_number_of_ranks_is_refused_on_all(group: Group) -> None:
+def test_another_number_of_ranks_is_refused_on_all(group):
     text = told(LayoutError, lambda: Mesh(group.size + 1).bind(group))
     assert all(f"not dp {group.size + 1} x pp 1 x tp 1" in item for item in group.gather(text))

@@ -171,7 +171,7 @@ ALL_SEND = (
 
 
 @pytest.mark.parametrize(
-    ("steps", "contract", "sentence"),
+    "steps, contract, sentence",
     [
         (HANDED_ON, BROADCAST, "rank 1, step 0 sends chunk 0 to rank 2 before it has any data"),
         (ADDING, ALL_GATHER, "adds chunk 0 from rank 0, but has no data in it yet"),

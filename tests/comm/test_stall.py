@@ -46,7 +46,7 @@ def test_where_all_wait_nobody_is_missing():
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "others", "silent", "limit_s", "over"),
+    "waited_s, others, silent, limit_s, over",
     [
         (9, [], {}, 10, False),
         (11, [], {}, 10, True),  # all wait

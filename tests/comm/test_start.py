@@ -147,7 +147,7 @@ def test_how_a_job_ends(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "once", "never"),
+    "body, status, once, never",
     [
         (
             "raise LayoutError('no fit')",
@@ -170,7 +170,7 @@ def test_how_a_single_process_ends(body, status, once, never, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
+    "size, place", [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
 )
 def test_a_launcher_that_mpi_does_not_know_is_refused_once(size, place, tmp_path):
     """Three processes, told by a launcher that MPI does not know that they are three."""

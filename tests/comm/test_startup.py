@@ -65,7 +65,7 @@ FOREIGN = "started 4 processes, but mpi4py uses another MPI, {}, which sees one 
 
 
 @pytest.mark.parametrize(
-    ("vendor", "launch", "environ", "size", "words"),
+    "vendor, launch, environ, size, words",
     [
         # before MPI starts, as MPI's start would fail
         ("MPICH", OPEN_MPI, {}, None, FOREIGN.format("MPICH")),
@@ -92,7 +92,7 @@ def test_launchers_of_another_library_are_refused(vendor, launch, environ, size,
 
 
 @pytest.mark.parametrize(
-    ("launch", "environ", "stays"),
+    "launch, environ, stays",
     [
         (OPEN_MPI, {"PMIX_RANK": "0"}, True),
         (Launch("srun", 1, 0, 1), {}, True),

@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     [
         ("images.npz", "--model cnn --hidden 8"),
         ("table.csv", "--model mlp --hidden 6 --dtype float64 --dropout 0.5"),

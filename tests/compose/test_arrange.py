@@ -308,7 +308,7 @@ def test_a_batch_norm_in_two_stages_is_refused(group):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options, sentence",
     [
         (
             {"pipeline": "2f2b"},

@@ -72,7 +72,7 @@ def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("make", [ADAM, MUON], ids=["adam", "muon"])
 @pytest.mark.parametrize(
-    ("ranks", "layout", "options"),
+    "ranks, layout, options",
     [
         (1, {}, {}),
         (3, {}, {"fused_update": True}),
@@ -117,7 +117,7 @@ def test_a_run_is_evaluated_opened_and_resumed_with_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("--ema 1", "--ema is 1.0; give a finite number, 0 or more, and below 1"),
         ("--ema 0.9 --sync asp", r"\(ema\) needs ranks in step, not asp"),

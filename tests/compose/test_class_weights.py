@@ -78,7 +78,7 @@ def by_hand(name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "ranks, layout",
     [
         (1, Layout()),
         (3, Layout()),
@@ -115,7 +115,7 @@ NEXT = np.where(np.arange(48).reshape(8, 6) % 11 == 3, -1, TOKENS[:, 1:])
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "microbatches"),
+    "ranks, layout, microbatches",
     [(1, Layout(), 4), (3, Layout(), 2), (2, Layout(sp=2, dp=1), 1), (4, Layout(pp=2, dp=2), 2)],
 )
 def test_of_sequences_every_label_that_counts_has_its_weight(ranks, layout, microbatches):

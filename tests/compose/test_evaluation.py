@@ -59,7 +59,7 @@ def test_it_is_the_mean_over_all_samples(group, kind):
 
 @pytest.mark.simulated(min_size=4, max_size=4)
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("1f1b", {"zero": 3}), ("v-half", {"expert_parallel": True})]
+    "schedule, options", [("1f1b", {"zero": 3}), ("v-half", {"expert_parallel": True})]
 )
 def test_replicas_that_meet_in_a_forward_have_as_many(group, schedule, options):
     """Where one replica has fewer samples of a batch than stages, and another more."""

@@ -53,7 +53,7 @@ def main(group: Group, kind: str, layout: Layout) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "ranks, layout",
     [
         (1, Layout()),
         (2, Layout(pp=2, dp=1)),

@@ -138,7 +138,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group, way):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         (
             {"precision": "fp8"},

@@ -32,7 +32,7 @@ def build() -> Module:
     return models.mlp((4,), 3, hidden=(5, 5))
 
 
-@pytest.mark.parametrize(("one", "other"), REFUSED)
+@pytest.mark.parametrize("one, other", REFUSED)
 def test_each_pair_is_refused(one, other):
     with pytest.raises(LayoutError, match=f"{one} cannot be combined with {other}: "):
         refuse({one: one, other: other})
@@ -47,7 +47,7 @@ def test_each_feature_goes_alone(name):
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "words"),
+    "layout, options, words",
     [
         (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
         (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),

@@ -186,9 +186,7 @@ def choosing() -> nn.Module:
 
 
 @pytest.mark.simulated(min_size=2, max_size=4)
-@pytest.mark.parametrize(
-    ("name", "microbatches"), [("dropping", 2), ("dropping", 4), ("choosing", 3)]
-)
+@pytest.mark.parametrize("name, microbatches", [("dropping", 2), ("dropping", 4), ("choosing", 3)])
 def test_other_ranks_rows_change_while_this_ranks_stay(group, name, microbatches):
     """Some ranks have the rows of an earlier microbatch and replay, and others compute: running
     statistics take the number of all rows, and all ranks meet equally often.
@@ -384,7 +382,7 @@ def joining() -> nn.Module:
 
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize(
-    ("layer", "replays"),
+    "layer, replays",
     [
         (Deciding, False),
         (Doubling, True),

@@ -51,7 +51,7 @@ def augmented(worker: nnmpi.Worker) -> float:
     return worker.step(next(iter(loader.epoch(0)))).loss
 
 
-@pytest.mark.parametrize(("ranks", "options"), LAYOUTS)
+@pytest.mark.parametrize("ranks, options", LAYOUTS)
 @pytest.mark.parametrize(
     "give",
     [
@@ -70,7 +70,7 @@ def test_other_rows_within_a_replica_are_refused(give, ranks, options):
         nnmpi.simulate(lambda group: give(make(group, options)), ranks)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {"sp": 1}), *LAYOUTS])
+@pytest.mark.parametrize("ranks, options", [(1, {"sp": 1}), *LAYOUTS])
 def test_own_rows_give_the_serial_losses(ranks, options):
     def program(group: Group, options: dict[str, Any]) -> list[float]:
         worker = make(group, options)

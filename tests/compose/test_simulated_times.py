@@ -87,7 +87,7 @@ def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(fact
     )
 
 
-@pytest.mark.parametrize(("who", "factor"), [(0, 1), (0, 3), (2, 3)])
+@pytest.mark.parametrize("who, factor", [(0, 1), (0, 3), (2, 3)])
 def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(who, factor):
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
     # loss, right answers, rows and a hash of the update, by doubling

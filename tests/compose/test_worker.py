@@ -238,7 +238,7 @@ def test_rows_of_ones_own_are_a_batch(group):
 
 
 @pytest.mark.parametrize(
-    ("step", "text"),
+    "step, text",
     [
         (lambda worker, x: worker.step(x), "samples and labels, not only a ndarray"),
         (lambda worker, x: worker.step(x, [1, 2]), "4 samples have 2 labels"),
@@ -305,7 +305,7 @@ def test_what_is_done_to_weights_between_two_runs_survives(group, options):
     assert kept == [True] * bool(parameters) + [False] * (len(parameters) - 1)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [({}, 2), ({"zero": 1}, 3), ({"zero": 2}, 2)])
+@pytest.mark.parametrize("layout, ranks", [({}, 2), ({"zero": 1}, 3), ({"zero": 2}, 2)])
 def test_averaged_weights_go_in_and_out(layout, ranks):
     """The ranks share one copy of the weights, which one writes while another still reads."""
     train, test = data.load("iris")
@@ -357,7 +357,7 @@ def test_gradients_after_a_step_are_the_global_ones_or_none(fused):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "own"), [("gpipe", False), ("1f1b", True), ("zero-bubble", False)]
+    "schedule, own", [("gpipe", False), ("1f1b", True), ("zero-bubble", False)]
 )
 def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule, own):
     """In the first step, and in a replayed one; the next good step is the serial run's."""

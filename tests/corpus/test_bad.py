@@ -32,7 +32,7 @@ def loops():
 
 
 @pytest.mark.parametrize(
-    ("act", "must_fail", "wrong"),
+    "act, must_fail, wrong",
     [
         (refused, True, ""),
         (int, False, ""),

@@ -72,7 +72,7 @@ CONTENT = bytes(range(256)) * 2000
 
 
 @pytest.mark.parametrize(
-    ("content", "manner"),
+    "content, manner",
     [(CONTENT, manner) for manner in ("404", "500", "cut", "silent", "endless")]
     + [(wrong, "plain") for wrong in (CONTENT[::-1], CONTENT[:-1], CONTENT + b"x" * 5, b"")],
 )
@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_one_sentence(function, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("mnsit", r"'mnsit' is unknown; did you mean mnist.*\? choose one of iris, digits"),
         ("MNIST", "did you mean mnist"),

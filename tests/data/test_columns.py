@@ -70,7 +70,7 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "features"),
+    "text, features",
     [
         ("a;b;k\n1,5;2.000,5;x\n2;3;y\n", [[1.5, 2000.5], [2, 3]]),
         ("a\tb\tk\n1\t\tx\n2\t3\ty\n", [[1, 3], [2, 3]]),

@@ -36,7 +36,7 @@ Y = np.zeros(3, np.int64)
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "classes", "sentence"),
+    "x, y, classes, sentence",
     [
         (
             np.array([["red", 1.0]], object),
@@ -79,7 +79,7 @@ def test_each_class_has_a_name():
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "dtypes"),
+    "x, y, dtypes",
     [
         (X.astype("float64"), Y.astype("int32"), ("float32", "int64")),
         (X.astype("int64"), Y.astype("bool"), ("float32", "int64")),
@@ -104,7 +104,7 @@ def test_columns_become_what_a_model_takes(x, y, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)]
+    "n, fraction, tests", [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)]
 )
 def test_split_partitions_the_samples(n, fraction, tests):
     train, test = split(table(n), fraction, seed=0)

@@ -16,7 +16,7 @@ def test_variable_names_the_folder(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "variables", "folder"),
+    "platform, variables, folder",
     [
         ("linux", {}, "home/.cache/nnmpi"),
         ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/nnmpi"),

@@ -53,7 +53,7 @@ def test_text_labels_and_optional_header(tmp_path, header):
 
 
 @pytest.mark.parametrize(
-    ("labels", "y", "names"),
+    "labels, y, names",
     [
         ("10 9 10.0 -2", [2, 1, 2, 0], ("-2", "9", "10")),
         ("1 x 1.0", [0, 2, 1], ("1", "1.0", "x")),  # of which only some are numbers: text
@@ -82,7 +82,7 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("", "no rows"),
         ("a,b,c\n", "no rows"),
@@ -176,7 +176,7 @@ class Trap:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "text"),
+    "arrays, text",
     [
         ({"x": X}, "needs x and y"),
         ({"x_train": X, "y_train": Y, "x_test": X}, "needs x and y"),
@@ -336,7 +336,7 @@ def test_images_and_labels_come_as_they_are(idx_folder, idx_parts):
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(
-    ("damage", "text"),
+    "damage, text",
     [
         (lambda good: b"", "empty"),
         (lambda good: good[:10], "not an IDX file"),
@@ -376,7 +376,7 @@ def test_damaged_gz_is_named(tmp_path, idx_parts, damage):
 
 
 @pytest.mark.parametrize(
-    ("labels", "text"),
+    "labels, text",
     [
         (
             lambda good: b"\0\0\x08\x01" + struct.pack(">I", 19) + good[8:-1],
@@ -455,7 +455,7 @@ def test_archive_gives_the_same_as_the_folder(cifar, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "text"),
+    "name, content, text",
     [
         (
             "data_batch_1.bin",

@@ -155,7 +155,7 @@ def test_two_tables_number_their_classes_alike(kind):
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"),
+    "source, sentence",
     [
         (iter([1]), "a Loader takes a data set, with a length and items .*, not a list_iterator"),
         ([], "the list has no items; give"),
@@ -231,7 +231,7 @@ class Rows(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("source", "transform", "text"),
+    "source, transform, text",
     [
         (Counted(lambda i: used_up() if i == 4 else (X[i], Y[i])), None, "Counted: item 4 raised"),
         (Counted(lambda i: (X[i], Lazy() if i == 4 else Y[i])), None, "Counted: item 4 raised"),

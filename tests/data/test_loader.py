@@ -22,7 +22,7 @@ def made_up(n: int = 23) -> Dataset:
     return Dataset("made up", x, np.arange(n) % 3, 3, 1 / 255)
 
 
-def test_batch_holds_what_the_sampler_says() -> None:
+def test_batch_holds_what_the_sampler_says():
     data = made_up()
     loader = Loader(data, 10, seed=4, rank=1, world=3, dtype="float64")
     batches = list(loader.epoch(2))
@@ -52,7 +52,7 @@ def joined(parts: list[list[Batch]], field: str) -> list[np.ndarray]:
 
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 8), st.integers(0, 2))
-def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoch: int) -> None:
+def test_every_world_gets_the_serial_batches(n, size, world, epoch):
     data = made_up(n)
 
     def batches(rank: int, world: int) -> list[Batch]:
@@ -73,7 +73,7 @@ def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoc
             np.testing.assert_array_equal(full.y[batch.first_row :][: len(batch.y)], batch.y)
 
 
-def test_the_group_says_which_rows_are_ours() -> None:
+def test_the_group_says_which_rows_are_ours():
     """Its rank and size; with an arrangement those of the replica, which several ranks may be."""
     group = SimpleNamespace(rank=5, size=6)
     replicas = SimpleNamespace(rank=5, size=6, data_rank=2, data_ranks=3)
@@ -89,7 +89,7 @@ def test_the_group_says_which_rows_are_ours() -> None:
         loader.group = group
 
 
-def test_cuts_say_where_the_microbatches_are() -> None:
+def test_cuts_say_where_the_microbatches_are():
     """23 samples, batches of 10 in 3 microbatches of 4, 3, 3 rows; the last batch has 3 rows, one
     each.
     """
@@ -107,20 +107,20 @@ def test_cuts_say_where_the_microbatches_are() -> None:
             )
 
 
-def test_rank_without_rows_gets_empty_arrays() -> None:
+def test_rank_without_rows_gets_empty_arrays():
     last = list(Loader(made_up(9), 4, rank=3, world=4, transform=AUGMENT).epoch(0))[-1]
     assert (last.x.shape, last.y.shape, last.indices.shape) == ((0, 4, 4, 1), (0,), (0,))
     assert (last.x.dtype, last.global_rows, last.first_row) == (np.float32, 1, 1)
 
 
 @pytest.mark.parametrize("size", [23, 24, 10**9])
-def test_large_batch_size_gives_one_batch_of_everything(size: int) -> None:
+def test_large_batch_size_gives_one_batch_of_everything(size):
     (batch,) = Loader(made_up(), size).epoch(0)
     assert sorted(batch.indices) == list(range(23))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_threads_change_nothing(workers: int) -> None:
+def test_threads_change_nothing(workers):
     def run(workers: int) -> list[Batch]:
         return list(Loader(made_up(), 2, seed=3, transform=AUGMENT, workers=workers).epoch(1))
 
@@ -129,7 +129,7 @@ def test_threads_change_nothing(workers: int) -> None:
         assert threaded.number == plain.number
 
 
-def test_start_skips_batches_and_changes_nothing_else() -> None:
+def test_start_skips_batches_and_changes_nothing_else():
     loader = Loader(made_up(), 5, transform=AUGMENT)
     full, rest = list(loader.epoch(1)), list(loader.epoch(1, start=3))
     assert [batch.number for batch in rest] == [3, 4]
@@ -138,7 +138,7 @@ def test_start_skips_batches_and_changes_nothing_else() -> None:
     assert list(loader.epoch(1, start=5)) == []
 
 
-def test_without_shuffling_the_order_is_that_of_the_set() -> None:
+def test_without_shuffling_the_order_is_that_of_the_set():
     indices = np.concatenate(
         [batch.indices for batch in Loader(made_up(), 5, shuffle=False).epoch(7)]
     )
@@ -146,7 +146,7 @@ def test_without_shuffling_the_order_is_that_of_the_set() -> None:
 
 
 @pytest.mark.usefixtures("no_threads_left")
-def test_exception_of_the_transform_reaches_the_consumer() -> None:
+def test_exception_of_the_transform_reaches_the_consumer():
     def fail(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         if 7 in indices:
             raise RuntimeError("seven")
@@ -159,7 +159,7 @@ def test_exception_of_the_transform_reaches_the_consumer() -> None:
     assert seen == [0]
 
 
-def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
+def test_transform_is_keyed_by_seed_epoch_and_index():
     data, seen = made_up(), []
 
     def watch(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
@@ -172,7 +172,7 @@ def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
 
 @pytest.mark.usefixtures("no_threads_left")
 @pytest.mark.parametrize(
-    ("options", "threads"),
+    "options, threads",
     [
         ({}, 0),
         ({"transform": Normalize(0.5, 2.0)}, 0),
@@ -182,14 +182,14 @@ def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
         ({"batch_size": 64, "rank": 0, "world": 2}, 0),
     ],
 )
-def test_a_thread_makes_batches_where_that_pays(options: dict[str, Any], threads: int) -> None:
+def test_a_thread_makes_batches_where_that_pays(options, threads):
     # so many that no thread is done already
     images = Dataset("images", np.zeros((2048, 16, 32, 1), np.uint8), np.zeros(2048, np.int64), 2)
     with Loader(images, **{"batch_size": 8, **options}).epoch(0):
         assert len(prefetch_threads()) == threads
 
 
-def test_all_threads_make_batches_at_once() -> None:
+def test_all_threads_make_batches_at_once():
     """With two batches ahead and no more, the third and fourth thread would wait for ever."""
     together = threading.Barrier(4)
 
@@ -200,7 +200,7 @@ def test_all_threads_make_batches_at_once() -> None:
     assert len(list(Loader(made_up(8), 2, transform=meet, workers=4))) == 4
 
 
-def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
+def test_transform_that_changes_rows_or_dtype_is_refused():
     for made, transform in (
         ("4 rows of float32", lambda x, *_: x[1:]),
         ("5 rows of float64", lambda x, *_: x.astype(float)),
@@ -211,7 +211,7 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options, text",
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
@@ -236,18 +236,18 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ),
     ],
 )
-def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
+def test_options_without_sense_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         Loader(made_up(), **{"batch_size": 5, **options})
 
 
-def test_a_batch_before_the_first_is_refused() -> None:
+def test_a_batch_before_the_first_is_refused():
     """Its rows would be the epoch's last ones."""
     with pytest.raises(UsageError, match="start is -1; give a whole number of at least 0"):
         Loader(made_up(), 5).epoch(0, start=-1)
 
 
-def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
+def test_whole_microbatches_have_the_same_shape_on_every_rank():
     """With 3 microbatches on 5 ranks two ranks have none, and all rows are there once."""
     data = made_up()
     serial = list(Loader(data, 10, microbatches=3, workers=0).epoch(0))
@@ -274,9 +274,7 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
-def test_microbatches_hold_the_same_rows_in_every_world(
-    rows: int, world: int, microbatches: int
-) -> None:
+def test_microbatches_hold_the_same_rows_in_every_world(rows, world, microbatches):
     serial = cut_batch(rows, microbatches=microbatches)
     assert [
         row
@@ -298,7 +296,7 @@ def test_microbatches_hold_the_same_rows_in_every_world(
             assert len(counts) == 1 if full else max(counts) - min(counts) <= 1
 
 
-def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever() -> None:
+def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever():
     """A checkpoint of an older version resumes in the middle of an epoch only if this holds."""
     assert order(8, 0, 0).tolist() == [3, 7, 6, 2, 4, 1, 5, 0]
     assert order(8, 3, 7).tolist() == [3, 5, 7, 2, 1, 6, 0, 4]
@@ -316,7 +314,7 @@ LABELLED = Dataset(
 
 
 @given(n=st.integers(9, 70), workers=st.integers(1, 9), partition=st.sampled_from(["iid", "label"]))
-def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> None:
+def test_every_sample_has_one_owner(n, workers, partition):
     """Who finds it in one of its rows, in another order in each epoch."""
     labels = np.random.default_rng(n).integers(0, 5, n)
     owners = row_owners(n, workers, 2)
@@ -333,7 +331,7 @@ def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> Non
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int) -> None:
+def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world):
     for rank in range(world):
         loader = Loader(
             LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0

@@ -42,7 +42,7 @@ def test_nothing_to_make(workers):
     assert list(Prefetch(lambda i: i, range(0), workers=workers)) == []
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("workers, ahead", [(1, 1), (1, 4), (3, 2)])
 def test_no_more_than_ahead_items_wait(workers, ahead):
     begun = []
     with Prefetch(lambda i: begun.append(i), range(100), workers=workers, ahead=ahead) as items:

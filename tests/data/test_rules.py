@@ -51,7 +51,7 @@ def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[
 
 
 @pytest.mark.parametrize(
-    ("separator", "cells", "values"),
+    "separator, cells, values",
     [
         (";", ["999,5", "1.000", "1.200,5", "12.500", "500"], [999.5, 1000, 1200.5, 12500, 500]),
         (";", ["1.5", "1,000", "2"], [1.5, 1000, 2]),
@@ -223,7 +223,7 @@ def test_an_odd_date_is_refused_by_its_line(tmp_path, odd):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "days"),
+    "first, second, days",
     [
         ("1949-01", "1949-02", 31),
         ("Jan 1990", "Feb 1990", 31),

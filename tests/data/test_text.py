@@ -229,7 +229,7 @@ def test_damaged_tokens_are_named(txt):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "columns", "sentence"),
+    "name, content, columns, sentence",
     [
         ("a.txt", b"", (), "a.txt: the document is empty"),
         ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
@@ -280,7 +280,7 @@ def test_texts_are_told_from_tables_of_numbers(tmp_path):
         load("paradise-lost")
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+@pytest.mark.parametrize("size, kind", [(2**16, np.uint16), (2**16 + 1, np.uint32)])
 def test_tokens_are_numbers_of_few_bytes(txt, monkeypatch, size, kind):
     monkeypatch.setattr("nnmpi.data.tokenizer.ByteTokenizer.vocabulary_size", size)
     tokens = np.fromfile(prepare_tokens(TextSource(txt, "bytes")) / texts.TOKENS, kind)
@@ -363,7 +363,7 @@ def test_gpt2s_merges_are_applied(pairs):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         (lambda vocabulary: vocabulary.pop("H"), "1 of the 256 bytes have no token"),
         (
@@ -397,7 +397,7 @@ def test_a_tokenizer_without_an_end_gets_one():
 
 
 @pytest.mark.parametrize(
-    ("files", "end"),
+    "files, end",
     [
         ({}, 1),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, 2),

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from nnmpi.data import (
     Normalize,
     Rotate,
     Shift,
-    Transform,
 )
 from nnmpi.data.transform import integers
 
@@ -49,9 +46,7 @@ def moved(image: np.ndarray, down: int, across: int) -> np.ndarray:
     epoch=st.integers(0, 3),
     order_seed=st.integers(0, 9),
 )
-def test_every_sharding_sees_the_same_images(
-    transform: Transform, cuts: list[int], epoch: int, order_seed: int
-) -> None:
+def test_every_sharding_sees_the_same_images(transform, cuts, epoch, order_seed):
     x = images()
     indices = np.random.default_rng(order_seed).permutation(24)
     full = transform(x, np.arange(24), epoch, 5)[indices]
@@ -63,7 +58,7 @@ def test_every_sharding_sees_the_same_images(
 
 @pytest.mark.parametrize("transform", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtype_stays_and_input_is_not_changed(transform: Transform, dtype: str) -> None:
+def test_dtype_stays_and_input_is_not_changed(transform, dtype):
     x = images().astype(dtype)
     saved = x.copy()
     assert transform(x, np.arange(24), 0, 0).dtype == dtype
@@ -71,14 +66,14 @@ def test_dtype_stays_and_input_is_not_changed(transform: Transform, dtype: str) 
 
 
 @pytest.mark.parametrize("transform", IMAGES, ids=repr)
-def test_augmentation_changes_with_epoch_and_seed(transform: Transform) -> None:
+def test_augmentation_changes_with_epoch_and_seed(transform):
     x, indices = images(), np.arange(24)
     first = transform(x, indices, 0, 0)
     assert not np.array_equal(first, transform(x, indices, 1, 0))
     assert not np.array_equal(first, transform(x, indices, 0, 1))
 
 
-def test_shift_moves_whole_images_to_all_places() -> None:
+def test_shift_moves_whole_images_to_all_places():
     x = images(rows=400, side=5, channels=2)
     places = {(down, across): 0 for down in range(-2, 3) for across in range(-2, 3)}
     for before, after in zip(x, Shift(2)(x, np.arange(400), 0, 0), strict=True):
@@ -88,14 +83,14 @@ def test_shift_moves_whole_images_to_all_places() -> None:
     assert min(places.values()) > 3
 
 
-def test_shifts_at_the_edge() -> None:
+def test_shifts_at_the_edge():
     np.testing.assert_array_equal(Shift(0)(images(), np.arange(24), 0, 0), images())
     assert Shift(9)(images(side=2), np.arange(24), 0, 0).shape == (24, 2, 2, 3)
     with pytest.raises(UsageError, match="a shift's pixels is -1; give"):
         Shift(-1)
 
 
-def test_flip_mirrors_about_half_of_the_images() -> None:
+def test_flip_mirrors_about_half_of_the_images():
     x = images(rows=400)
     flipped = 0
     for before, after in zip(x, Flip()(x, np.arange(400), 0, 0), strict=True):
@@ -106,12 +101,12 @@ def test_flip_mirrors_about_half_of_the_images() -> None:
 
 
 @pytest.mark.parametrize("transform", IMAGES, ids=repr)
-def test_augmenting_what_is_not_images_is_refused(transform: Transform) -> None:
+def test_augmenting_what_is_not_images_is_refused(transform):
     with pytest.raises(ShapeError, match=r"shape \(4,\) are not images"):
         transform(np.zeros((3, 4), np.float32), np.arange(3), 0, 0)
 
 
-def test_rotations_are_those_of_a_plane() -> None:
+def test_rotations_are_those_of_a_plane():
     """Of a plane each pixel has its place's value, so a turned one has that of the place it comes
     from.
     """
@@ -130,7 +125,7 @@ def test_rotations_are_those_of_a_plane() -> None:
     assert (turned[:, 0, 0] != x[:, 0, 0]).all()
 
 
-def test_colors_and_holes() -> None:
+def test_colors_and_holes():
     """A gray image keeps its hue; factors are within bounds; a hole is a square, cut off at the
     edge.
     """
@@ -150,7 +145,7 @@ def test_colors_and_holes() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5000])
-def test_fit_normalizes_each_feature(rows: int) -> None:
+def test_fit_normalizes_each_feature(rows):
     x = (np.random.default_rng(0).normal(5, 3, (rows, 4))).astype(np.float32)
     x[:, 2] = 0.1  # does not vary: only centred
     data = Dataset("table", x, np.zeros(rows, np.int64), 1)
@@ -159,7 +154,7 @@ def test_fit_normalizes_each_feature(rows: int) -> None:
     np.testing.assert_allclose(done.std(0), [0, 0, 0, 0] if rows == 1 else [1, 1, 0, 1], atol=1e-9)
 
 
-def test_fit_normalizes_each_channel_after_scaling() -> None:
+def test_fit_normalizes_each_channel_after_scaling():
     x = np.random.default_rng(0).integers(0, 200, (5000, 3, 3, 2)).astype(np.uint8)
     x[..., 1] //= 3
     fitted = Normalize.fit(Dataset("images", x, np.zeros(5000, np.int64), 1, 1 / 255))
@@ -167,7 +162,7 @@ def test_fit_normalizes_each_channel_after_scaling() -> None:
     np.testing.assert_allclose(fitted.std, (x / 255).std((0, 1, 2)), rtol=1e-12)
 
 
-def test_constant_channel_is_only_centred() -> None:
+def test_constant_channel_is_only_centred():
     """7 / 255 has no exact float, so its mean over 5000 images is a little off: that is no
     spread.
     """
@@ -177,19 +172,19 @@ def test_constant_channel_is_only_centred() -> None:
     assert Normalize.fit(data).std == 1.0
 
 
-def test_normalization_of_other_shape_is_refused() -> None:
+def test_normalization_of_other_shape_is_refused():
     for size in (3, 1):
         with pytest.raises(ShapeError, match=rf"mean \(4,\) .* do not fit .* shape \({size},\)"):
             Normalize(np.zeros(4), np.ones(4))(np.zeros((2, size)), np.arange(2), 0, 0)
 
 
 @pytest.mark.parametrize("std", [0, -1.0, float("nan"), np.array([1.0, 0.0])])
-def test_a_std_by_which_nothing_can_be_divided_is_refused(std: Any) -> None:
+def test_a_std_by_which_nothing_can_be_divided_is_refused(std):
     with pytest.raises(UsageError, match=r"std is .*; it must be more than 0"):
         Normalize(0.5, std)
 
 
-def test_seed_epoch_and_purpose_each_change_the_draws() -> None:
+def test_seed_epoch_and_purpose_each_change_the_draws():
     indices = np.arange(100)
     keys = [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b"), (11, 1, "a"), (1, 11, "a")]
     drawn = np.array([integers(seed, epoch, indices, what, 5) for seed, epoch, what in keys])
@@ -198,7 +193,7 @@ def test_seed_epoch_and_purpose_each_change_the_draws() -> None:
             assert 0.05 < np.mean(drawn[i] == drawn[j]) < 0.4  # one in five agrees by chance
 
 
-def test_numbers_are_uniform_and_in_range() -> None:
+def test_numbers_are_uniform_and_in_range():
     n = 50_000
     for high in (1, 2, 5, 9):
         counts = np.bincount(integers(0, 0, np.arange(n), "test", high), minlength=high)

@@ -83,7 +83,7 @@ def start(setup: Setup) -> dict[str, Array]:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("name", "precision"),
+    "name, precision",
     [
         pytest.param(name, precision, marks=[HOST] * (name == "fused update"))
         for name, precision in product(ROWS, ROUNDING)

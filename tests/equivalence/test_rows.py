@@ -49,7 +49,7 @@ def name(case: Any) -> str:
     "the device's double takes long, and runs the same kernels in the rows above"
 )
 @pytest.mark.parametrize(
-    ("setup", "layout"),
+    "setup, layout",
     cases(SINGLE, lambda _, layout: prod(layout.shape) <= MOST_OF_A_TRAINING),
     ids=name,
 )

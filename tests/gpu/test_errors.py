@@ -51,7 +51,7 @@ def tensor(xp: Any, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("operation", "host"),
+    "operation, host",
     [
         (lambda xp: tensor(np, 3) + tensor(xp, 3), (0, "3,")),
         (lambda xp: tensor(xp, 3) * tensor(np, 3), (1, "3,")),

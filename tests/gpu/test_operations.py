@@ -30,7 +30,6 @@ from tests.gpu.play import (
 from tests.gpu.table import TABLE, Sample
 from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
-from tests.tensor.draws import Row
 from tests.tensor.rows import TENSOR
 
 
@@ -48,13 +47,13 @@ def apart(sample: Sample, device: Backend, mode: str, least: float = 0.0) -> lis
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sample", TABLE, ids=lambda sample: f"{sample.public}-{sample.way}")
-def test_operation_is_the_hosts(device: Backend, sample: Sample, mode: str) -> None:
+def test_operation_is_the_hosts(device, sample, mode):
     assert not apart(sample, device, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
-def test_what_has_no_kernel_is_the_hosts(device: Backend, row: Row, mode: str) -> None:
+def test_what_has_no_kernel_is_the_hosts(device, row, mode):
     """Of the library's functions alone: any shape, stride and broadcast."""
 
     @settings(max_examples=10)
@@ -82,12 +81,12 @@ def replay(sample: Sample, device: Backend) -> None:
 @pytest.mark.parametrize(
     "sample", {item.public: item for item in reversed(TABLE)}.values(), ids=lambda x: x.public
 )
-def test_every_operation_replays(device: Backend, sample: Sample) -> None:
+def test_every_operation_replays(device, sample):
     replay(sample, device)
 
 
 @pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
-def test_every_function_replays(device: Backend, row: Row) -> None:
+def test_every_function_replays(device, row):
     """Those that the library computes."""
 
     @settings(max_examples=5)
@@ -98,14 +97,14 @@ def test_every_function_replays(device: Backend, row: Row) -> None:
     same()
 
 
-def test_a_condition_of_numpys_replays(device: Backend) -> None:
+def test_a_condition_of_numpys_replays(device):
     """It is a number of the host's, beside arrays of the device's."""
     inputs = [np.arange(3.0), np.arange(3.0)[::-1]]
     replay(Sample("tensor.where", "number", partial(tensor.where, np.bool_(True)), inputs), device)
 
 
 @pytest.mark.parametrize("mode", [BF16, FP16])
-def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
+def test_results_are_rounded_to_nearest(device, mode):
     """Bit for bit, and to even where two are as near: a bias alone, which no sum or product
     hides.
     """
@@ -137,9 +136,7 @@ VIEWS = {
 @pytest.mark.parametrize("source", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("columns", [32, 19])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_copies_are_the_hosts(
-    device: Backend, view: Any, columns: int, source: str, target: str
-) -> None:
+def test_copies_are_the_hosts(device, view, columns, source, target):
     """Bit for bit, in packs of 16 bytes or one by one, to an array and to the middle of one."""
     dtype = dtype_named(target)
     x = np.random.default_rng(0).uniform(-2, 2, (4, 6, 5, columns)).astype(dtype_named(source))
@@ -153,7 +150,7 @@ def test_copies_are_the_hosts(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
+def test_relu_stops_gradients_at_0(device, bias):
     """Of small whole numbers, whose products are often 0 and always exact: as on the host, to the
     last bit.
     """
@@ -174,13 +171,11 @@ def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "gates", "biases"),
+    "function, gates, biases",
     [(ops.lstm, 4, ()), (partial(ops.lstm, reverse=True), 4, ()), (ops.gru, 3, (3,))],
     ids=["lstm", "lstm backwards", "gru"],
 )
-def test_a_time_step_is_a_product_and_a_kernel(
-    device: Backend, function: Any, gates: int, biases: tuple[int, ...]
-) -> None:
+def test_a_time_step_is_a_product_and_a_kernel(device, function, gates, biases):
     """Each way: so much more work is on the device's streams for a longer sequence. A first state
     and strided gradients make no difference.
     """
@@ -206,7 +201,7 @@ def test_a_time_step_is_a_product_and_a_kernel(
     assert [b - a for a, b in zip(short, long, strict=True)] == [2 * 10, 2 * 10]
 
 
-def test_every_operation_with_a_kernel_is_in_the_table() -> None:
+def test_every_operation_with_a_kernel_is_in_the_table():
     """And in the host's is every operation there is, see `tests.tensor.test_operations`."""
     result = {sample.public for sample in TABLE} | {
         f"ops.{item}" for item in ("conv2d", "conv_relu_pool")

@@ -162,7 +162,7 @@ def test_memory_of_graphs(group, device, options, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("setup", "algorithm", "overlap"),
+    "setup, algorithm, overlap",
     [
         *(("mlp", item, True) for item in ALGORITHMS),
         ("mlp", "ring", False),
@@ -206,7 +206,7 @@ LAYOUTS = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("setup", "mode", "name"), [row(*item) for item in LAYOUTS])
+@pytest.mark.parametrize("setup, mode, name", [row(*item) for item in LAYOUTS])
 def test_layout(group, device, setup, mode, name):
     """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations
     travel so, too.

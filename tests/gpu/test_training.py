@@ -202,7 +202,7 @@ def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> l
 
 @pytest.mark.parametrize("bad", [None, 0, 4, 7], ids=str)
 @pytest.mark.parametrize(
-    ("make", "clip"),
+    "make, clip",
     [
         (optim.Adam, None),
         (partial(optim.SGD, momentum=0.9), 0.6),

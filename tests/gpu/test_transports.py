@@ -31,7 +31,7 @@ OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BRO
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("n", [0, 1, 7919])
-@pytest.mark.parametrize(("operation", "algorithm"), SUMS + OTHERS)
+@pytest.mark.parametrize("operation, algorithm", SUMS + OTHERS)
 @pytest.mark.parametrize("kind", ["float32", "int64", "float16", "bfloat16"])
 def test_collectives_keep_their_contracts(group, device, operation, algorithm, n, kind):
     """Whole numbers, which every order of adding sums exactly; blocking, polled and waited for."""

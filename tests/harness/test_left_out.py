@@ -36,7 +36,7 @@ def test_what_is_dealt_out_runs_once(among):
 
 
 @pytest.mark.parametrize(
-    ("name", "marks", "among", "wanted"),
+    "name, marks, among, wanted",
     [
         ("comm/test_group.py", {}, [2, 3, 4], [2, 3, 4]),  # messages
         ("equivalence/test_layouts.py", {}, [6, 8], [6, 8]),  # the contract
@@ -68,7 +68,7 @@ def test_what_is_slow_is_dealt_to_few_ranks():
 
 
 @pytest.mark.parametrize(
-    ("name", "on_host", "on_double"),
+    "name, on_host, on_double",
     [
         ("equivalence/test_layouts.py", 6, 4),
         ("parallel/test_data.py", 12, 4),

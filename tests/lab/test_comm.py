@@ -97,7 +97,7 @@ def test_simulate_and_list():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("frob", "frob is not a command; give list, prove, render, simulate, export, fit"),
         ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, ps"),

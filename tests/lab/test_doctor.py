@@ -160,7 +160,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("file", "text"),
+    "file, text",
     [
         ("metrics.jsonl", b"[1]\n"),
         ("metrics.jsonl", b"{}\n"),
@@ -231,7 +231,7 @@ NODE = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
+    "ranks, text",
     [
         ([{}, {}], ""),
         ([{}, {"versions": "2"}], "ranks have different versions"),

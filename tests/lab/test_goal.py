@@ -75,7 +75,7 @@ PAIR = "num_ranks 2\nrank 0 {{\n{}\n}}\nrank 1 {{\n{}\n}}"
 
 
 @pytest.mark.parametrize(
-    ("text", "ns"),
+    "text, ns",
     [
         (RANK.format("calc 5\nb: calc 3 cpu 0 nic 1"), 8),
         (RANK.format("calc 5 // cpu 1\n/* calc\n9 */b:calc 3 cpu 1"), 5),

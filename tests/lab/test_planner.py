@@ -151,7 +151,7 @@ HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
 
 
 @pytest.mark.parametrize(
-    ("field", "dearer", "unchanged"),
+    "field, dearer, unchanged",
     [
         ("update_s", [STAGES, REPLICAS, HALVES, SHARED], []),
         ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
@@ -195,7 +195,7 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take():
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "microbatches", "per_node"),
+    "name, dp, pp, microbatches, per_node",
     [("gpipe", 1, 3, 7, 1), ("1f1b", 1, 4, 7, 1), ("interleaved", 1, 3, 6, 1)]
     + [(name, 1, 3, 5, 1) for name in TURNING]
     + [("1f1b", 2, 2, 5, 2), ("zero-bubble", 4, 2, 4, 3)],  # replicas begin in the middle of a node
@@ -290,7 +290,7 @@ def test_candidates_are_layouts_or_counted_with_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("known", "at", "value"),
+    "known, at, value",
     [
         ({2: 4.0}, 1, 2.0),
         ({1: 1.0, 3: 5.0}, 2, 3.0),
@@ -552,7 +552,7 @@ def test_a_step_is_compared_with_its_prediction():
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--ranks 0", "--ranks"),
         ("--shape 8 --dataset iris", "--shape replaces --dataset"),
@@ -581,7 +581,7 @@ def test_the_command_that_is_printed_is_one_for_a_shell():
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
-@pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
+@pytest.mark.parametrize("word, compiled", [("on", True), ("off", False), ("auto", True)])
 def test_parts_are_measured_with_the_kernels_that_train(
     group, monkeypatch, tmp_path, word, compiled
 ):

@@ -29,8 +29,8 @@ def test_the_picture_in_the_docstring_is_what_the_command_prints(name):
     assert printed[1].splitlines() == [line.strip() for line in grid.splitlines()]
 
 
-@pytest.mark.parametrize(("name", "virtual"), KINDS)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 2), (4, 12), (8, 3)])
+@pytest.mark.parametrize("name, virtual", KINDS)
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (3, 2), (4, 12), (8, 3)])
 def test_every_piece_of_work_is_in_its_ranks_row(name, virtual, ranks, microbatches):
     schedule = lowered(name, ranks, microbatches, virtual)
     head, *rows = render(schedule).split("\n\n")[0].splitlines()

@@ -156,7 +156,7 @@ def test_what_comes_again_is_tried_twice(status, play, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    "act, told",
     [
         ("exit 2", "2: the command itself is refused"),
         ("exit 65", "65: the data are refused"),

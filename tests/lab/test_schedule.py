@@ -58,7 +58,7 @@ def test_every_schedule_can_be_looked_at(name):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("", "required: --pipeline, --stages, --microbatches"),
         (
@@ -106,7 +106,7 @@ def test_mistakes(words, sentence):
         main(words.split())
 
 
-@pytest.mark.parametrize(("name", "bubble"), [("1f1b", "24.3 %"), ("zero-bubble", "15.9 %")])
+@pytest.mark.parametrize("name, bubble", [("1f1b", "24.3 %"), ("zero-bubble", "15.9 %")])
 def test_a_row_of_a_papers_table_is_one_command(name, bubble):
     costs = "F=18.522,B=18.086,W=9.337,SEND=0.601"  # of Qi et al., 2024: 0.2431, 0.1585
     text = main(f"--pipeline {name} --stages 8 --microbatches 24 --costs {costs}".split())
@@ -115,7 +115,7 @@ def test_a_row_of_a_papers_table_is_one_command(name, bubble):
 
 
 @pytest.mark.parametrize(
-    ("more", "grid", "legend", "bubble"),
+    "more, grid, legend, bubble",
     [
         (
             "--costs B=3,W=2",

@@ -18,7 +18,7 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize(("more", "times"), [("--weak", 1), ("", 2)])
+@pytest.mark.parametrize("more, times", [("--weak", 1), ("", 2)])
 def test_a_step_that_takes_as_long_everywhere_and_a_ring(more, times, tmp_path):
     """5 ms and the ring's sum; with as much for each rank two of them are nearly twice as fast,
     else none is faster.
@@ -43,7 +43,7 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(more, times, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--ranks 2,1", "2,1 does not increase"),
         ("--ranks 2,x", "--ranks is 2,x; it must be a list of whole numbers"),
@@ -66,7 +66,7 @@ def test_a_run_that_fails_says_why():
         main(["--ranks", "1", "--simulate", "--", "--modl", "cnn"])
 
 
-@pytest.mark.parametrize(("more", "known"), [("", True), ("--zero 1", False)])
+@pytest.mark.parametrize("more, known", [("", True), ("--zero 1", False)])
 def test_the_model_says_nothing_of_what_it_does_not_know(more, known, tmp_path):
     """Words mean what they mean to the train command, in its spellings."""
     words = WORDS.replace("--max-steps", "--max_steps").split()
@@ -90,7 +90,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(more, known, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "status"), [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)]
+    "words, status", [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)]
 )
 def test_the_status_says_whether_it_could(words, status):
     ran = subprocess.run(

@@ -46,7 +46,7 @@ def test_words_mean_a_small_contract_and_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--pipeline pipedream", "--pipeline pipedream differs from the serial run"),
         ("--dp 0", "--dp is 0"),
@@ -74,7 +74,7 @@ def test_simulated_ranks_need_no_mpi():
 
 
 @pytest.mark.parametrize(
-    ("words", "steps"),
+    "words, steps",
     [("--steps 60", 34), ("--steps 20 --dtype float32", 5), ("--steps 35 --batch-size 29", 34)],
 )
 def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group, words, steps):
@@ -242,7 +242,7 @@ def test_a_fault_is_found(group, capsys, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("words", "error", "text"),
+    "words, error, text",
     [
         ("--dp 99", LayoutError, "not dp 99"),
         ("--dataset iris", UsageError, "model cnn needs images"),

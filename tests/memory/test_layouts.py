@@ -53,7 +53,7 @@ def compare(setup, layout, folder, allreduce, *changes):
 
 @pytest.mark.host_only("the same strategies run on the double in tests/parallel")
 @pytest.mark.parametrize(
-    ("setup", "layout", "changes"),
+    "setup, layout, changes",
     ROWS,
     ids=lambda item: item.model.__name__ if isinstance(item, Setup) else str(item),
 )

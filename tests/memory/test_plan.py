@@ -177,7 +177,7 @@ def test_temporary_arrays_are_at_the_peak_of_their_action():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text, words",
     (
         ("F0 K1 B1 B0", "B0 of the plan, number 3"),
         ("F0 F2", "F2 of the plan, number 1"),

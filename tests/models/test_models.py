@@ -28,7 +28,7 @@ def test_mlp():
 
 
 @pytest.mark.parametrize(
-    ("sample", "classes", "parameters"),
+    "sample, classes, parameters",
     [
         ((28, 28, 1), 10, 429_258),
         ((32, 32, 3), 10, None),
@@ -73,7 +73,7 @@ def test_resnet_20():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (
             lambda: models.cnn((4,), 3),

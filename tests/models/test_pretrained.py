@@ -97,7 +97,7 @@ def test_each_rank_reads_its_part(folder, layout):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    "values, words",
     [
         ({"model_type": "llama"}, "is of a model of type 'llama'; only gpt2 can be read"),
         (

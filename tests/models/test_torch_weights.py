@@ -168,7 +168,7 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("between", "what"),
+    "between, what",
     [
         *(
             (lambda x, w, of=of: of(96).initialize()(x), "reads a flattened image")
@@ -192,7 +192,7 @@ def test_an_order_that_pytorch_does_not_have_is_refused(between, what):
 
 
 @pytest.mark.parametrize(
-    ("between", "what"),
+    "between, what",
     [
         (lambda x, w: x @ w, ""),
         (lambda x, w: ops.linear(x, w.T), ""),
@@ -224,7 +224,7 @@ def test_a_square_parameter_of_ones_own_is_refused(between, what):
 
 
 @pytest.mark.parametrize(
-    ("layers", "what"),
+    "layers, what",
     [
         ([nn.GRU(2, 4), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 3)], "channels first and "),
         ([nn.Conv1d(2, 4, 3), nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)], "channels first"),

@@ -70,7 +70,7 @@ def test_every_cut_gives_the_whole_model(stages):
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "names"),
+    "model, shape, names",
     [
         (models.lstm(5, 8, 2), (4, 6), "0 3 4 5 6"),
         (models.cnn((8, 8, 1), 3), (4, 8, 8, 1), "0 3 6 7 8 9 10 11"),
@@ -131,7 +131,7 @@ def test_a_shared_parameter_has_its_first_name_in_every_part():
 
 
 @pytest.mark.parametrize(
-    ("layers", "sentence"),
+    "layers, sentence",
     [
         ([Stash("a"), ReLU()], "never popped"),
         ([ReLU(), Pop("a")], "without a Stash"),

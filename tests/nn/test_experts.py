@@ -46,7 +46,7 @@ def by_hand(layer: nn.MixtureOfExperts, x: Any, top_k: int, capacity: float | No
 
 
 @pytest.mark.parametrize(
-    ("top_k", "capacity"), [(1, None), (2, None), (2, 0.6), (3, 1.0), (5, None), (2, 0.01)]
+    "top_k, capacity", [(1, None), (2, None), (2, 0.6), (3, 1.0), (5, None), (2, 0.01)]
 )
 def test_the_formula_and_its_gradients(top_k, capacity):
     layer, x = layer_of(top_k, capacity).initialize(seed=1, dtype="float64"), samples(3)
@@ -120,7 +120,7 @@ def test_the_balance_is_the_gradient_of_its_formula(weight):
 
 @pytest.mark.host_only("NumPy says who takes what, beside the layer")
 @pytest.mark.both_worlds(max_size=7)
-@pytest.mark.parametrize(("top_k", "capacity"), [(1, None), (2, 0.7)])
+@pytest.mark.parametrize("top_k, capacity", [(1, None), (2, 0.7)])
 def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(group, top_k, capacity):
     """Ranks have other numbers of samples, the last one none; seven ranks have five experts."""
     counts = [

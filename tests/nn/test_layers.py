@@ -433,7 +433,7 @@ class Entered(nn.Conv2d):
 
 
 @pytest.mark.parametrize(
-    ("layers", "calls"),
+    "layers, calls",
     [
         ([nn.Linear(2, 2), nn.ReLU()], 2),
         ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 2)], 1),

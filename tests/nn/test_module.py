@@ -152,7 +152,7 @@ def test_replace():
 
 
 @pytest.mark.parametrize(
-    ("use", "words"),
+    "use, words",
     [
         (
             lambda m: m.get("body.second"),

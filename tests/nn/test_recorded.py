@@ -208,7 +208,7 @@ def decides(model: Any, optimizer: Any, x: Any, _: Any):
 
 
 @pytest.mark.parametrize(
-    ("update", "replayed"),
+    "update, replayed",
     [
         *(
             (item, True)
@@ -245,7 +245,7 @@ def selected(x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("step", "replayed"), [(one_hot, False), (normalized, True), (selected, False)]
+    "step, replayed", [(one_hot, False), (normalized, True), (selected, False)]
 )
 def test_the_arrays_of_tensors_record(step, replayed):
     rng = np.random.default_rng(0)
@@ -372,7 +372,7 @@ def writes(x: Any, mean: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("step", "state"),
+    "step, state",
     [(counter, {"n": 0}), (history, []), (forgets, {"a": 1, "b": 2}), (writes, np.zeros(1))],
 )
 def test_a_step_that_changes_its_arguments_is_refused(step, state):

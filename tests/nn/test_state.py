@@ -116,7 +116,7 @@ def test_initializers():
 
 
 @pytest.mark.parametrize(
-    ("layer", "bounds"),
+    "layer, bounds",
     [
         (Linear(16, 200), {"weight": 1 / 4, "bias": 1 / 4}),
         (Conv2d(4, 300, (2, 2), groups=2), {"weight": 1 / np.sqrt(8), "bias": 1 / np.sqrt(8)}),
@@ -154,7 +154,7 @@ def test_there_and_back():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         ({"0.weight": None}, r"missing \['0.weight'\], unknown nothing"),
         ({"4.weight": np.zeros(1)}, r"missing nothing, unknown \['4.weight'\]"),

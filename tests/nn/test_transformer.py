@@ -44,7 +44,7 @@ class Theirs(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "size"),
+    "dtype, tolerance, size",
     [
         ("float64", 1e-13, (3, 7, 12, 3, 20)),
         ("float64", 1e-13, (1, 1, 4, 1, 16)),

@@ -83,7 +83,7 @@ def test_any_length(time, causal, dtype):
 
 
 @pytest.mark.parametrize(
-    ("elements", "blocks"),
+    "elements, blocks",
     [
         (1, {(1, 1)}),
         (125, {(1, 2), (1, 1)}),
@@ -138,7 +138,7 @@ def test_large_scores_do_not_overflow():
     np.testing.assert_allclose(y[0, 0, 2, 0], 0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(130, 7), (7, 130), (1, 1)])
+@pytest.mark.parametrize("queries, keys", [(130, 7), (7, 130), (1, 1)])
 def test_other_keys_than_queries(queries, keys):
     """Three separate arrays, of which one may need no gradient."""
     rng = np.random.default_rng(0)

@@ -229,7 +229,7 @@ def test_public_operations_and_their_numerical_gradients(group, name):
 
 @pytest.mark.both_worlds(min_size=2, max_size=5)
 @pytest.mark.parametrize(
-    ("function", "error", "words"),
+    "function, error, words",
     [
         (
             lambda x, group: ops.all_reduce(np.ones(2 + group.rank), group),

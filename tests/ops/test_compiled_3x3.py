@@ -106,7 +106,7 @@ def test_not_pooled(sizes):
 # In the second the last piece of each image is shorter; in the third there are two images, and then
 # one.
 @pytest.mark.slow(KERNELS)
-@pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, None), (2, 2, 2), (8, 6, 2)])
+@pytest.mark.parametrize("cache_rows, rows, pool", [(0, 1, None), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     """Some rows of an image at a time, or some of three images."""
     monkeypatch.setattr(conv3x3, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))

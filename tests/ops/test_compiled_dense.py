@@ -85,7 +85,7 @@ def test_gelu_and_silu(shape, form, compiled_calls):
 
 
 @pytest.mark.parametrize("groups", [1, 4, 32])
-@pytest.mark.parametrize(("size", "blocks"), [((3, 3), 0), ((28, 29), 1), ((64, 65), 3)])
+@pytest.mark.parametrize("size, blocks", [((3, 3), 0), ((28, 29), 1), ((64, 65), 3)])
 def test_group_norm(size, blocks, groups, compiled_calls):
     """By blocks of images, few by NumPy; their mean is far from 0."""
     rng = np.random.default_rng(0)
@@ -246,7 +246,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(
-    ("kernel", "steps"), cases(WINDOWS, lambda *pair: pair in WINDOWS[:2], KERNELS)
+    "kernel, steps", cases(WINDOWS, lambda *pair: pair in WINDOWS[:2], KERNELS)
 )
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
 @pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])

@@ -72,7 +72,7 @@ def test_against_loops(kernel, stride, padding, dilation, groups):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kernel", "padding", "groups"),
+    "sizes, kernel, padding, groups",
     [
         ((1, 3, 4, 1, 2), (3, 4), (0, 0), 1),  # the kernel is the whole image
         ((1, 2, 2, 1, 1), (5, 5), (2, 2), 1),  # the kernel is larger than the image
@@ -108,7 +108,7 @@ def test_blocks_and_strips_of_each_channel_alone(elements, stride, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "extra", "dilation", "groups", "size"),
+    "kernel, stride, padding, extra, dilation, groups, size",
     [
         ((3, 2), (1, 1), (0, 0), (0, 0), (1, 1), 1, (6, 4)),
         ((4, 4), (2, 2), (1, 1), (0, 0), (1, 1), 2, (8, 6)),

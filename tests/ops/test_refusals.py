@@ -202,7 +202,7 @@ LABEL = pytest.mark.host_only(
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs", "error", "words", "options"),
+    "function, inputs, error, words, options",
     [
         pytest.param(*[function, *row, {}][:5], marks=LABEL if row[2].startswith("label ") else ())
         for function, rows in REFUSED.items()

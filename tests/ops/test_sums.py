@@ -47,7 +47,7 @@ def test_a_bias_gradient_over_many_rows(name):
 
 
 @pytest.mark.parametrize(
-    ("reduce", "expected"),
+    "reduce, expected",
     [
         (lambda x: x.sum(axis=0), exact(COUNT)),
         (lambda x: x.mean(axis=0), exact(1)),

@@ -49,7 +49,7 @@ def test_results_and_gradients(name):
 
 
 @pytest.mark.parametrize(
-    ("layers", "tokens", "are_fused"),
+    "layers, tokens, are_fused",
     [
         ([nn.Embedding(4, 7), nn.LSTM(7, 3)], TOKENS, True),
         ([nn.Embedding(4, 7), nn.Dropout(0.0), nn.GRU(7, 3)], TOKENS, True),

@@ -123,7 +123,7 @@ def test_results_that_see_zeros_alone_are_0(kernel, side, fill):
 
 
 @pytest.mark.parametrize(
-    ("function", "spec"),
+    "function, spec",
     [(conv2d, ALONE), (conv_relu_pool, RELU_POOL)],
     ids=NAMES,
 )

@@ -23,7 +23,7 @@ def test_norm_of_several_arrays(lists):
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-7), ("float64", 1e-13)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-7), ("float64", 1e-13)])
 def test_blocks_are_added_in_float64(dtype, tolerance, monkeypatch):
     """A million equal numbers: one float32 sum would stop growing long before the end."""
     monkeypatch.setattr(optimizer, "HOST_BLOCK_BYTES", 4096)
@@ -81,7 +81,7 @@ def test_no_large_copy_is_made():
     assert peak < 2_000_000
 
 
-def test_an_overflow_halves_it_and_counting_begins_anew() -> None:
+def test_an_overflow_halves_it_and_counting_begins_anew():
     scale = LossScale(8, good_steps=3)
     scale.grow()
     scale.grow()
@@ -94,7 +94,7 @@ def test_an_overflow_halves_it_and_counting_begins_anew() -> None:
     assert scale.value == 8
 
 
-def test_at_its_smallest_no_step_is_skipped() -> None:
+def test_at_its_smallest_no_step_is_skipped():
     scale = LossScale()
     assert scale.value == FIRST
     skipped = 0
@@ -104,7 +104,7 @@ def test_at_its_smallest_no_step_is_skipped() -> None:
     assert skipped == scale.skipped == 16
 
 
-def test_its_state_is_put_back() -> None:
+def test_its_state_is_put_back():
     first, other = LossScale(good_steps=5), LossScale(good_steps=5)
     first.shrink()
     first.grow()
@@ -119,14 +119,14 @@ def test_its_state_is_put_back() -> None:
 @pytest.mark.parametrize(
     "state", [{}, {"value": 2.0, "good": 1}, {"value": None, "good": 1, "skipped": 0}]
 )
-def test_a_state_that_lacks_something_is_refused(state: dict[str, object]) -> None:
+def test_a_state_that_lacks_something_is_refused(state):
     scale = LossScale()
     with pytest.raises(CheckpointError, match="loss scale lacks a value"):
         scale.load(state)
     assert scale.value == FIRST
 
 
-def test_parameters_that_a_step_leaves_out_do_not_count() -> None:
+def test_parameters_that_a_step_leaves_out_do_not_count():
     """The last step's gradients are still in their part of the flat array."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2)).initialize()
     x = np.ones((1, 3), np.float32)
@@ -149,7 +149,7 @@ def test_parameters_that_a_step_leaves_out_do_not_count() -> None:
         lambda model: [*model[0].parameters(), *model[1].parameters()],
     ],
 )
-def test_lists_of_parameters_as_in_pytorch(take) -> None:
+def test_lists_of_parameters_as_in_pytorch(take):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).initialize()
     other = nn.Linear(3, 2).initialize()
     (model(np.ones((1, 3), np.float32)).sum() + other(np.ones((1, 3), np.float32)).sum()).backward()

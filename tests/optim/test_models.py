@@ -122,7 +122,7 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
 
 
 @pytest.mark.parametrize(
-    ("layout", "fused"),
+    "layout, fused",
     [
         pytest.param(
             Layout(),

@@ -105,7 +105,7 @@ def test_singular_values_come_near_to_one(shape):
 
 @pytest.mark.host_only("gradients that are made on the host")
 @pytest.mark.parametrize(
-    ("name", "factors"), [("match_rms_adamw", (0.8, 0.8)), ("original", (2.0, 1.0))]
+    "name, factors", [("match_rms_adamw", (0.8, 0.8)), ("original", (2.0, 1.0))]
 )
 def test_an_update_has_the_size_that_is_asked_for(name, factors):
     """Of a matrix with four times as many outputs as inputs, and of one with a quarter."""

@@ -78,7 +78,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), ROWS)
+@pytest.mark.parametrize("call, error, words", ROWS)
 def test_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()

@@ -81,11 +81,11 @@ def test_linear_scaling():
     assert linear_scaling(0.1, 64, 256) == pytest.approx(0.025)
 
 
-def test_several_drops() -> None:
+def test_several_drops():
     assert [MultiStep(8.0, (1, 3), factor=0.5)(step) for step in range(5)] == [8, 4, 4, 2, 2]
 
 
-def test_one_cycle_is_that_of_pytorch() -> None:
+def test_one_cycle_is_that_of_pytorch():
     """Its numbers for max_lr=1 and 10 steps, to its rounding."""
     theirs = [
         0.04,
@@ -103,13 +103,13 @@ def test_one_cycle_is_that_of_pytorch() -> None:
     assert result == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
 
 
-def test_one_cycle_may_begin_at_its_top() -> None:
+def test_one_cycle_may_begin_at_its_top():
     assert [OneCycle(1.0, 10, rise=rise)(0) for rise in (0.0, 0.1)] == pytest.approx(
         [1.0, 1.0], rel=0.1
     )
 
 
-def test_a_plateau() -> None:
+def test_a_plateau():
     """Losses that fall by less than the threshold count as none; after a drop it waits anew."""
     rate = ReduceOnPlateau(1.0, factor=0.5, patience=1)
     assert [rate(loss) for loss in (4, 3, 3, 2.99999, 3, 3, 1, 1)] == [
@@ -131,7 +131,7 @@ def test_a_plateau() -> None:
     assert [rate(loss) for loss in losses] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.01])
 
 
-def test_a_plateau_goes_on_from_its_state() -> None:
+def test_a_plateau_goes_on_from_its_state():
     first, losses = ReduceOnPlateau(1.0, patience=1), (3.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     for cut in range(len(losses)):
         first, second = ReduceOnPlateau(1.0, patience=1), ReduceOnPlateau(1.0, patience=1)

@@ -79,7 +79,7 @@ def adaptive_by_hand(kind, weight, grads, lr, decay, momentum):
 
 
 @pytest.mark.parametrize(
-    ("kind", "momentum", "slots"),  # which are called so in checkpoints
+    "kind, momentum, slots",  # which are called so in checkpoints
     [
         (RMSprop, 0.0, "v"),
         (RMSprop, 0.9, "v momentum"),

@@ -30,7 +30,7 @@ OPTIMIZERS = [
     ("adamw", {"lr": 0.01}),
 ]
 EVERY = pytest.mark.parametrize(
-    ("name", "options"), OPTIMIZERS, ids=["sgd", "momentum", "nesterov", "adam", "adamw"]
+    "name, options", OPTIMIZERS, ids=["sgd", "momentum", "nesterov", "adam", "adamw"]
 )
 STEPS = 3
 

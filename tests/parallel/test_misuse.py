@@ -643,7 +643,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
 
 
 @pytest.mark.parametrize(
-    ("layout", "part", "sentence"),
+    "layout, part, sentence",
     [
         (Layout(tp=2), "0", "this part of a model is sharded over ranks; give the model's"),
         (Layout(zero=1), "0", "this part of a model is sharded over ranks; give the model's"),

@@ -136,7 +136,7 @@ def test_what_any_layout_gives_any_other_takes(group):
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("found", "text"),
+    "found, text",
     [
         ({"row": None}, r"f has no row, which this model needs with shape (7, 3)"),
         (
@@ -256,7 +256,7 @@ ONCE = "the ranks do not write each element of w exactly once: "
 
 
 @pytest.mark.parametrize(
-    ("everyones", "text"),
+    "everyones, text",
     [
         ([[say()], [say()]], f"{ONCE}0..4 of axis 0 by rank 0, 0..4 of axis 0 by rank 1"),
         (

@@ -117,7 +117,7 @@ def test_what_a_module_may_not_do(name):
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    "layout, words",
     [
         (
             Layout(sp=6),
@@ -156,7 +156,7 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
     return run, run.bytes
 
 
-@pytest.mark.parametrize(("ranks", "time", "heads"), [(2, 8, 4), (3, 7, 5), (4, 7, 6)])
+@pytest.mark.parametrize("ranks, time, heads", [(2, 8, 4), (3, 7, 5), (4, 7, 6)])
 def test_the_bytes_are_those_of_the_formulas(ranks, time, heads):
     """In elements of 8 bytes, by rank and altogether."""
     batch, features, others = 2, 3 * heads, range(ranks)

@@ -169,7 +169,7 @@ REFUSED = [
 
 
 @pytest.mark.simulated(min_size=2)
-@pytest.mark.parametrize(("build", "table", "words"), REFUSED)
+@pytest.mark.parametrize("build, table, words", REFUSED)
 def test_refusals(group, build, table, words):
     """A sentence that names the layer and what would work."""
     with pytest.raises(LayoutError, match=words):

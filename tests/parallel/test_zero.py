@@ -396,7 +396,7 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    "name, layout",
     [
         ("gpt", Layout(dp=2, pp=2, split=(4, 4), zero=3, unit_bytes=1)),
         ("gpt", Layout(dp=2, pp=2, split=(2, 2, 2, 2), pipeline="zb-v", zero=2)),

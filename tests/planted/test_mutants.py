@@ -6,7 +6,7 @@ from tests.planted.mutants import finders_of, mutants
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    "text, found",
     [
         ("a < b <= (c)", ["a <= b <= (c)", "a < b < (c)"]),
         ("x = a and not b", ["x = a or not b", "x = a and b"]),

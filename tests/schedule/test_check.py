@@ -64,7 +64,7 @@ def test_the_schedule_by_hand_is_right():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "sentence"),
+    "old, new, sentence",
     [
         ("1F1 1B1", "1B1", "1F1 is missing on rank 1"),
         ("1F1 1B1", "1F1", "1B1 is missing on rank 1"),
@@ -140,7 +140,7 @@ def test_deadlock_of_receives():
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "first", "second"),
+    "name, ranks, first, second",
     [
         ("interleaved", 1, Kind.F.at(1, 0), Kind.F.at(0, 0)),
         ("interleaved", 1, Kind.B.at(0, 0), Kind.B.at(1, 0)),

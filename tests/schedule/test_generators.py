@@ -53,12 +53,12 @@ PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"),
+    "name, virtual",
     [(name, v) for name, v in KINDS if name in PEAKS and (name, v) != ("interleaved", 1)],
 )
 @some
 @given(numbers)
-def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple[int, int]) -> None:
+def test_bubbles_activations_and_messages(name, virtual, number):
     ranks, microbatches = number
     simulation = found(name, *number, virtual)
     work_s = microbatches if name == "inference" else 3 * microbatches
@@ -73,7 +73,7 @@ def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "bubble"),
+    "name, most, bubble",
     [
         ("zb-v", lambda r: 2 * r, lambda r: (r - 1, r - 1)),
         ("v-half", lambda r: min(r + 2, 2 * r), lambda r: (r - 1, 3 * (r - 1))),
@@ -81,8 +81,8 @@ def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple
     ],
 )
 def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promised(
-    name: str, most: Callable[[int], int], bubble: Callable[[int], tuple[int, int]]
-) -> None:
+    name, most, bubble
+):
     """In forwards of a stage; 1F1B keeps 2 r activations on its first rank, and waits for 6 (r - 1)
     of them.
     """
@@ -103,12 +103,12 @@ def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promis
             ]
 
 
-def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
+def test_interleaved_with_one_stage_a_rank_is_1f1b():
     for ranks in RANKS:
         assert make("interleaved", ranks, 5).programs == make("1f1b", ranks, 5).programs
 
 
-def test_gpipe_goes_back_with_the_last_microbatch_first() -> None:
+def test_gpipe_goes_back_with_the_last_microbatch_first():
     backwards = [
         instruction.microbatch
         for instruction in make("gpipe", 2, 4).instructions(1)
@@ -118,7 +118,7 @@ def test_gpipe_goes_back_with_the_last_microbatch_first() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
-def test_order_at_8_stages(microbatches: int) -> None:
+def test_order_at_8_stages(microbatches):
     naive, gpipe, one_f_one_b, thin, zero = (
         found(name, 8, microbatches, virtual).makespan_s
         for name, virtual in (
@@ -137,7 +137,7 @@ def test_order_at_8_stages(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(("name", "virtual"), [kind for kind in KINDS if kind[1] > 1])
-def test_several_stages_a_rank(name: str, virtual: int, ranks: int) -> None:
+@pytest.mark.parametrize("name, virtual", [kind for kind in KINDS if kind[1] > 1])
+def test_several_stages_a_rank(name, virtual, ranks):
     for microbatches in (1, 2, 3, ranks, ranks + 1, 2 * ranks - 1):
         check(lowered(name, ranks, microbatches, virtual))

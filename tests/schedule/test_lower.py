@@ -26,7 +26,7 @@ from nnmpi.schedule.schedules import make
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rank", "text"),
+    "schedule, rank, text",
     [
         (add_transfers(make("1f1b", 2, 1)), 0, "0F0 0SEND_ACT0 0RECV_GRAD0 0B0"),
         (add_transfers(make("1f1b", 2, 1)), 1, "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"),
@@ -69,11 +69,11 @@ from nnmpi.schedule.schedules import make
         ),
     ],
 )
-def test_the_end_of_a_program_by_heart(schedule: Schedule, rank: int, text: str) -> None:
+def test_the_end_of_a_program_by_heart(schedule, rank, text):
     assert " ".join(map(str, schedule.programs[rank])).endswith(text)
 
 
-def test_fusing_can_be_repeated() -> None:
+def test_fusing_can_be_repeated():
     for name, virtual in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
         lowered = lower(make(name, 4, 6, virtual))
         assert fuse(lowered) == lowered
@@ -84,7 +84,7 @@ def test_fusing_can_be_repeated() -> None:
         Instruction, st.sampled_from(sorted(TRANSFERS)), st.integers(1, 99), st.integers(0, 99)
     )
 )
-def test_both_ends_of_a_message_name_it(one: Instruction) -> None:
+def test_both_ends_of_a_message_name_it(one):
     other = other_end(one)
     assert other_end(other) == one and abs(one.stage - other.stage) == 1
     assert send_of(one) == send_of(other) in (one, other)
@@ -96,7 +96,7 @@ def test_both_ends_of_a_message_name_it(one: Instruction) -> None:
 # The schedule as a value: what lives where, and numbers that make none.
 
 
-def test_stages_live_on_ranks_in_turn() -> None:
+def test_stages_live_on_ranks_in_turn():
     schedule = make("interleaved", 3, 2, 2)
     assert [list(schedule.stages_of(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -111,7 +111,7 @@ def test_stages_live_on_ranks_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    "given, sentence",
     [
         (
             ("2f2b", 2, 2, 1),
@@ -126,6 +126,6 @@ def test_stages_live_on_ranks_in_turn() -> None:
         ),
     ],
 )
-def test_nonsense_is_refused(given: tuple[str, int, int, int], sentence: str) -> None:
+def test_nonsense_is_refused(given, sentence):
     with pytest.raises(UsageError, match=sentence):
         make(*given)

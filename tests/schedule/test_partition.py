@@ -53,7 +53,7 @@ def test_memory_goes_before_time():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    "given, words",
     [
         (([1, 2], 3), "2 layers cannot be cut into 3 stages; give 1 to 2 stages"),
         (([1, 2], 0), "into 0 stages"),

@@ -27,7 +27,7 @@ def spans(simulation: Simulation) -> dict[str, tuple[float, float]]:
     return {str(span.instruction): (span.begin_s, span.end_s) for span in simulation.spans}
 
 
-def test_two_stages_two_microbatches_by_hand() -> None:
+def test_two_stages_two_microbatches_by_hand():
     """Forwards 2 and 3, backwards 4 and 5, an activation 1, a gradient 0.5.
 
     rank 0   0F0 0-2   0F1 2-4                        0B0 11.5-15.5            0B1 19.5-23.5
@@ -53,7 +53,7 @@ def test_two_stages_two_microbatches_by_hand() -> None:
     assert simulation.bubble == pytest.approx(1 - 28 / 47)
 
 
-def test_a_send_that_waits_holds_its_rank() -> None:
+def test_a_send_that_waits_holds_its_rank():
     def found(
         name: str,
         microbatches: int,
@@ -75,9 +75,7 @@ def test_a_send_that_waits_holds_its_rank() -> None:
 
 @settings(max_examples=40)
 @given(schedules, st.sampled_from([0.0, 0.25, 3.0]))
-def test_what_holds_of_every_simulation(
-    chosen: tuple[tuple[str, int], tuple[int, int]], message_s: float
-) -> None:
+def test_what_holds_of_every_simulation(chosen, message_s):
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     simulation = simulate_schedule(schedule, even_costs(schedule.stages, message_s=message_s))
@@ -105,8 +103,8 @@ def test_what_holds_of_every_simulation(
 @settings(max_examples=30)
 @given(schedules)
 def test_what_was_simulated_is_measured_and_simulated_again(
-    chosen: tuple[tuple[str, int], tuple[int, int]],
-) -> None:
+    chosen,
+):
     """The spans of a run are all that the report needs: simulated from them, the run is the
     same.
     """
@@ -123,7 +121,7 @@ def test_what_was_simulated_is_measured_and_simulated_again(
     assert again.busy_s == pytest.approx(first.busy_s)
 
 
-def test_what_cannot_be_simulated_is_refused() -> None:
+def test_what_cannot_be_simulated_is_refused():
     with pytest.raises(UsageError, match="costs are of 3 stages, but gpipe has 2"):
         simulate_schedule(lowered("gpipe", 2, 2), even_costs(3))
     unfused = add_transfers(make("1f1b", 2, 2))
@@ -137,7 +135,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         )
 
 
-def test_the_messages_of_two_pipelines_share_a_link() -> None:
+def test_the_messages_of_two_pipelines_share_a_link():
     """Of the second one the activation waits for 10 bytes; its gradient is then alone."""
     schedule, costs = lowered("naive", 2, 1), even_costs(2)
     times = [

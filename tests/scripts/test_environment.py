@@ -263,7 +263,7 @@ def test_a_python_can_be_chosen(checkout):
     assert checkout.done()[0] == "venv 31100"
 
 
-@pytest.mark.parametrize(("which", "made"), [("newest", 31204), ("oldest", 31102)])
+@pytest.mark.parametrize("which, made", [("newest", 31204), ("oldest", 31102)])
 def test_the_oldest_python_may_be_taken(bare, which, made):
     """By its last number, too: a library changes within 3.11."""
     for name, version in (("python3.11", 31102), ("python3", 31107), ("python3.12", 31204)):
@@ -273,7 +273,7 @@ def test_the_oldest_python_may_be_taken(bare, which, made):
     assert bare.done()[0] == f"venv {made}"
 
 
-@pytest.mark.parametrize(("version", "works"), [(31000, "yes"), (31200, "no")])
+@pytest.mark.parametrize("version, works", [(31000, "yes"), (31200, "no")])
 def test_no_fitting_python_is_one_sentence(bare, version, works):
     bare.add_python("python3", version, works)
     bare.fails("no Python >= 3.11")
@@ -296,7 +296,7 @@ def test_a_missing_mpirun_is_one_sentence(checkout):
 
 
 @pytest.mark.parametrize(
-    ("says", "library", "sentence"),
+    "says, library, sentence",
     [
         ("HYDRA build details:", "Open MPI", "but mpi4py finds Open MPI"),
         ("mpirun (Open MPI) 5.0.11", "MPICH", "but mpi4py finds MPICH"),
@@ -320,7 +320,7 @@ def test_an_mpirun_of_another_mpi_is_one_sentence(checkout, says, library, sente
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    "script, words",
     [
         ("test", "python -m tests.harness --help"),
         ("train", "python -m nnmpi.train --help"),

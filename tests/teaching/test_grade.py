@@ -315,7 +315,7 @@ def test_what_has_no_end_is_not_opened(assignment, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    "more, told",
     [
         ("x = " + "a." * 3000 + "b\n", "is nested too deeply to be read"),
         ("x = [" + "1," * 70_000 + "]\n", "has more than 131,072 bytes"),
@@ -406,7 +406,7 @@ def test_formats(assignment, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    "old, new, told",
     [
         (
             '"ring-all-reduce"\npoints = 4',

@@ -85,7 +85,7 @@ def test_a_function_object_is_one_application():
 
 
 @pytest.mark.parametrize(
-    ("backward", "error", "words"),
+    "backward, error, words",
     [
         (lambda grad: (grad[:1], None), ShapeError, r"a gradient of shape \(1,\) .* shape \(2,\)"),
         (

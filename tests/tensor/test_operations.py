@@ -102,7 +102,7 @@ CROSSED = [
 
 @pytest.mark.host_only("values are compared with those of float64 in NumPy")
 @pytest.mark.parametrize(
-    ("row", "dtype"), CROSSED, ids=[f"{row.name}-{dtype}" for row, dtype in CROSSED]
+    "row, dtype", CROSSED, ids=[f"{row.name}-{dtype}" for row, dtype in CROSSED]
 )
 def test_the_dtype_stays(row, dtype):
     """Forward and backward, with the values of float64; sums and losses of float16 may be

@@ -119,7 +119,7 @@ def test_a_tensor_lends_its_memory():
 
 
 @pytest.mark.parametrize(
-    ("values", "label", "right"),
+    "values, label, right",
     [
         ([["u"], ["v"]], [0, 1], r"columns of categories by pandas.get_dummies\(table\)"),
         ([[np.datetime64("2024-01-01").item()]] * 2, [0, 1], "give days: .column - column.min"),

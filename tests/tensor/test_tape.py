@@ -111,7 +111,7 @@ def test_an_exception_in_backward_leaves_no_gradients_behind():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    "make, error, words",
     [
         (lambda: Tensor([1.0]).backward(), GraphError, "depends on nothing that needs a gradient"),
         (lambda: leaf([1.0, 2.0]).backward(), ShapeError, r"shape \(2,\) needs grad"),

@@ -12,7 +12,7 @@ from tests.device.here import here
 
 
 @pytest.mark.parametrize(
-    ("data", "dtype"),
+    "data, dtype",
     [
         (1.5, "float32"),
         ([1.0, 2.0], "float32"),
@@ -50,7 +50,7 @@ def test_masked_arrays_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make, words",
     [
         (lambda: Tensor(["a"]), "<U1"),
         (lambda: Tensor([1j]), "complex128"),
@@ -197,7 +197,7 @@ def test_an_array_on_the_left_computes_as_the_tensor_does():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    "call, words",
     [
         (np.exp, "write x.exp"),
         (lambda x: np.maximum(x, 0), "use its operators"),

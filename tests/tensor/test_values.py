@@ -168,7 +168,7 @@ def test_axes_are_whole_numbers(function, axis):
         function(zeros(2, 3), axis)
 
 
-@pytest.mark.parametrize(("make", "words"), SHAPES)
+@pytest.mark.parametrize("make, words", SHAPES)
 def test_shapes_that_do_not_fit(make, words):
     """One sentence with the shapes."""
     with pytest.raises(ShapeError, match=words):
@@ -176,7 +176,7 @@ def test_shapes_that_do_not_fit(make, words):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    "make, error, words",
     [
         (lambda: zeros(2).clip(), UsageError, "at least one of low and high"),
         (

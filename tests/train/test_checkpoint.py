@@ -108,7 +108,7 @@ def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(group, tmp_
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options, text",
     [
         (
             {"width": 6},

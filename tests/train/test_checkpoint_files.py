@@ -146,7 +146,7 @@ def flip(file: Path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "text"),
+    "damage, text",
     [(cut, "bytes, not"), (flip, "is damaged: its SHA-256"), (Path.unlink, "is missing")],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])

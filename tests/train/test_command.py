@@ -75,7 +75,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "leave", "told", "when"),
+    "ranks, leave, told, when",
     [
         ("", "raise SystemExit(0)", "SystemExit(0)", "while it is made"),
         ("--simulate 2 --pp 2", "raise SystemExit(0)", "SystemExit(0)", "in a step"),
@@ -159,7 +159,7 @@ def interrupted(run: Path, number: signal.Signals) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "to"),
+    "ranks, number, to",
     [
         (2, signal.SIGTERM, "ranks"),
         (2, signal.SIGTERM, "launcher"),

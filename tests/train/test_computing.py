@@ -97,7 +97,7 @@ def test_how_much_a_run_multiplies():
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.parametrize(
-    ("words", "version", "chosen", "said"),
+    "words, version, chosen, said",
     [
         (MNIST, "1.0", "on", "numba's, which are faster"),
         ([*MNIST, "--max-steps", "100"], "1.0", "off", "NumPy's; loading numba's"),
@@ -130,7 +130,7 @@ def test_when_numbas_kernels_compute(
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize(
-    ("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)]
+    "name, has, lacks", [("installed_numba", "1.0", ""), ("_loads", True, False)]
 )
 def test_one_rank_without_numba_is_enough(group, monkeypatch, name, has, lacks):
     """All ranks take the same kernels: those that each of them has."""

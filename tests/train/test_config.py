@@ -95,7 +95,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "text"),
+    "section, values, text",
     [pytest.param(section, *row, id=row[1]) for section, rows in WRONG.items() for row in rows],
 )
 def test_wrong_values_are_refused_with_a_sentence(section, values, text):

@@ -152,7 +152,7 @@ def test_a_callback_is_told_each_record_once():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         (
             "--callback own.py:nobody",
@@ -350,7 +350,7 @@ def test_a_model_from_a_module():
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    "name, sentence",
     [
         ("{file}:nothing", "has no function 'nothing'"),
         ("{file}:number", "returned an instance of int; return an nnmpi.nn.Module"),
@@ -392,7 +392,7 @@ def test_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    "body, sentence",
     [
         (
             "(record):\n    raise KeyError('x')",

@@ -84,7 +84,7 @@ TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
 
 
 @pytest.mark.parametrize(
-    ("times", "hosts", "words"),
+    "times, hosts, words",
     [
         ({"sync_s": 0.02}, 2, "2 hosts take as long as one: "),
         ({"sync_s": 0.08}, 2, "2 hosts take 2.5 times as long as one: .* 40 ms .as measured"),

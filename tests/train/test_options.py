@@ -58,7 +58,7 @@ def test_names_may_be_written_with_dashes():
 
 
 @pytest.mark.parametrize(
-    ("flat", "text"),
+    "flat, text",
     [
         ({"wait-decay": 1}, "x: wait-decay is not an option; did you mean weight-decay?"),
         ({"qqqqqq": 1}, "x: qqqqqq is not an option"),
@@ -97,7 +97,7 @@ def test_values_mean_what_they_mean_on_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("words", "jit"),
+    "words, jit",
     [
         ("", "auto"),
         ("--jit", "on"),

@@ -35,7 +35,7 @@ def test_flat_names_reach_their_sections():
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"),
+    "words, ranks",
     [
         ("--ranks 3 --epochs 2", 3),
         ("-n auto", 6),
@@ -149,7 +149,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--learning-rate 2", "--learning-rate is not an option; did you mean --lr?"),
         ("--device 2", "--device is not an option; did you mean --backend?"),
@@ -319,7 +319,7 @@ def test_an_empty_path_is_not_this_folder(name, form):
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    "content, text",
     [
         ("lrr = 3", "lrr is not an option; did you mean lr?"),
         ("lr = 'x'", "lr is 'x'; it must be a number"),

@@ -11,7 +11,7 @@ Train = Callable[[str], Path]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (
             "--precision bf16 --dtype float64",

@@ -132,7 +132,7 @@ def test_what_was_trained_is_used(capfd):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("--dataset three.npz", None),
         (

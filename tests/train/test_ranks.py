@@ -38,7 +38,7 @@ def test_every_rank_gets_the_options_that_rank_0_read(group):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         (
@@ -110,7 +110,7 @@ def test_only_rank_0_writes_and_prints(group, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rows", "text"),
+    "rows, text",
     [
         (
             40,

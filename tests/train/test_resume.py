@@ -144,9 +144,7 @@ def test_sums_in_a_fixed_order_name_the_kernels_that_differ(tmp_path, capsys, mo
     assert moved in (tmp_path / "run" / "console.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("reduction", "equal"), [("fast", "up to rounding"), ("fixed", "bit for bit")]
-)
+@pytest.mark.parametrize("reduction, equal", [("fast", "up to rounding"), ("fixed", "bit for bit")])
 def test_a_checkpoint_resumes_on_another_number_of_ranks(reduction, equal, tmp_path, capsys):
     words = (
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --max-steps 12"
@@ -215,7 +213,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--resume run --model cnn", "the run has --model mlp, which cannot change to --model cnn"),
         (

@@ -301,7 +301,7 @@ def test_progress_is_printed_inside_an_epoch(train, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--model cnn --dataset iris", "needs images"),
         ("--dataset irs", "data set 'irs' is unknown; did you mean iris"),
@@ -400,7 +400,7 @@ def test_divergence_keeps_earlier_checkpoints(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change, says",
     [
         (
             {"rows": 40},

@@ -192,7 +192,7 @@ def test_a_network_makes_steps_longer(tmp_path):
     assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("schedule", "network"), [("1f1b", ""), ("gpipe", "alpha_us=500,gbit=1")])
+@pytest.mark.parametrize("schedule, network", [("1f1b", ""), ("gpipe", "alpha_us=500,gbit=1")])
 def test_a_paced_pipeline_takes_what_its_schedule_says(schedule, network, tmp_path, capsys):
     """(M + S - 1) / M of what a rank computes, and with links what the simulation with their
     messages says.
@@ -278,7 +278,7 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(name, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words, text",
     [
         ("--simulate -1", "--simulate"),
         ("--simulate 2 --network fast", "network 'fast' is not understood; give numbers, such as"),

@@ -44,7 +44,7 @@ def patient(patience: int, gain: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    "ranks, words",
     [(1, ""), (3, "--least-gain 0.2"), (2, "--pp 2"), (2, "--sync local"), (2, "--sync asp")],
 )
 def test_patience_ends_with_the_evaluations(ranks, words, tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_resumed_run_knows_its_patience(tmp_path, monkeypatch):
     assert (again["step"], again["stopped"]) == (end["step"], end["stopped"])
 
 
-@pytest.mark.parametrize(("name", "step"), [("within", 20), ("after", 9)])
+@pytest.mark.parametrize("name, step", [("within", 20), ("after", 9)])
 @pytest.mark.parametrize("words", ["", "--sync ssp"])
 def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
     name, step, words, tmp_path, monkeypatch
@@ -87,7 +87,7 @@ def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
         Path("run").rename(f"run{ranks}")
 
 
-@pytest.mark.parametrize(("left", "raises"), [(None, False), (None, True), (1, False)])
+@pytest.mark.parametrize("left, raises", [(None, False), (None, True), (1, False)])
 @pytest.mark.both_worlds(max_size=3)
 def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
     """The last rank alone asks, early or at the last batch; they look ten times a second."""
@@ -113,7 +113,7 @@ def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("--early-stopping 0", "--early-stopping is 0; give a whole number, 1 or more"),
         ("--early-stopping 2 --eval-every 0steps", "and --eval-every 0 has none"),

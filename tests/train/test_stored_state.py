@@ -51,7 +51,7 @@ def into_link(checkpoints: Path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    "damage, words",
     [
         (
             into_file,
@@ -91,7 +91,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    "values, sentence",
     [
         ({"window": {"stops": 1}}, r"state\.json: not what a run writes \("),
         ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
@@ -154,7 +154,7 @@ def exchange(newest: Path):
 
 @pytest.mark.parametrize("use", ["load", "evaluate", "export", "resume"])
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    "damage, words",
     [
         (cut, rf"step-00000004/model.safetensors has \d+ bytes, not \d+{OLDER}"),
         (flip, f"optimizer.safetensors is damaged: .*{OLDER}"),

@@ -18,7 +18,7 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("--sync ssp --staleness -1", "--staleness is -1"),
         ("--sync ssp --staleness x", "--staleness is x"),

@@ -134,7 +134,7 @@ def test_perplexities_and_tokens_are_reported():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words, sentence",
     [
         ("--model gpt --dataset missing.txt", "no such file or folder"),
         (

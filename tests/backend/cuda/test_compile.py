@@ -84,7 +84,7 @@ def compiled(family, t, p, form, *more):
 
 
 @pytest.mark.parametrize(
-    ("family", "t", "p"),
+    "family, t, p",
     [pytest.param(*pair, marks=[] if pair[1] == pair[2] == "float32" else SLOW) for pair in PAIRS],
     ids=map("-".join, PAIRS),
 )

@@ -246,7 +246,7 @@ def attended(q: Any, k: Any, v: Any, grad: Any, causal: bool) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 9), (1, 1)])
+@pytest.mark.parametrize("queries, keys", [(7, 7), (5, 9), (1, 1)])
 @pytest.mark.parametrize("refused", [(), ("sdpa",), ("sdpa_backward",)], ids=str)
 def test_attention(
     backend,

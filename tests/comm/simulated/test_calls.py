@@ -274,7 +274,7 @@ def test_groups_of_nodes():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cpu_factor"), [(0, 1.0), (-1, 1.0), (2, -1.0), (2, float("nan")), (2, float("inf"))]
+    "ranks, cpu_factor", [(0, 1.0), (-1, 1.0), (2, -1.0), (2, float("nan")), (2, float("inf"))]
 )
 def test_what_cannot_be_simulated_is_refused(ranks, cpu_factor):
     """With a sentence."""
@@ -300,7 +300,7 @@ def test_ranks_compute_as_who_simulates_them_does():
     assert {variable.name for variable in variables} == set(COMPUTING)
 
 
-@pytest.mark.parametrize(("groups", "each"), [(1, 4), (2, 3), (4, 2), (4, 4)])
+@pytest.mark.parametrize("groups, each", [(1, 4), (2, 3), (4, 2), (4, 4)])
 def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups, each):
     """A rank of each group on every node: the slowest takes the time that the cost model gives to
     groups on shared links, and not that of one group alone.

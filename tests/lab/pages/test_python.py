@@ -68,7 +68,7 @@ def test_a_right_schedule_is_checked_and_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "program", "settings", "sentence"),
+    "kind, program, settings, sentence",
     [
         (
             "all_reduce",

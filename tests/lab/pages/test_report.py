@@ -227,7 +227,7 @@ def test_its_metrics_are_written_for_tensorboard(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
+    "name, line",
     [
         ("metrics.jsonl", '{"a": 1}\n'),
         ("metrics.jsonl", "1\n"),
@@ -241,7 +241,7 @@ def test_files_that_are_not_a_runs_are_refused(run, name, line):
         gather(run)
 
 
-@pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
+@pytest.mark.parametrize("width, dark", [("desk", False), ("phone", True)])
 def test_the_page_shows_them(run, tmp_path, width, dark):
     assert main([str(run)]) == f"open {run / 'report.html'} in a browser"
     script = """

@@ -136,7 +136,7 @@ def try_all(case: Case, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
-def test_equal_or_refused(row: Any) -> None:
+def test_equal_or_refused(row):
     """Each operation of the table, each input cut along each axis, and several of them together."""
 
     taken = 0
@@ -151,17 +151,15 @@ def test_equal_or_refused(row: Any) -> None:
     assert (taken > 0) == (not REFUSED & {row.name, row.public})
 
 
-@pytest.mark.parametrize(("name", "function", "shapes"), TAKEN, ids=[name for name, *_ in TAKEN])
-def test_what_is_not_refused(
-    name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]
-) -> None:
+@pytest.mark.parametrize("name, function, shapes", TAKEN, ids=[name for name, *_ in TAKEN])
+def test_what_is_not_refused(name, function, shapes):
     """What attention does, which no row of the table does as it is done there."""
     rng = np.random.default_rng(0)
     inputs = [rng.uniform(0.5, 2, shape) for shape in shapes]
     assert try_all(Case(function, inputs), 2) > 0
 
 
-def test_functions_that_say_nothing_are_refused() -> None:
+def test_functions_that_say_nothing_are_refused():
     """A user's own Function takes whole tensors only, and says which layer left a part."""
 
     class Reverse(Function):
@@ -181,7 +179,7 @@ def test_functions_that_say_nothing_are_refused() -> None:
     )
 
 
-def test_nobody_sees_values_of_a_part() -> None:
+def test_nobody_sees_values_of_a_part():
     """Shapes are the whole tensor's; values, which differ from rank to rank, are not to be had."""
 
     def main(group: Group) -> None:

@@ -37,7 +37,7 @@ def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: A
 
 
 @pytest.mark.parametrize(
-    ("features", "heads", "table"),
+    "features, heads, table",
     [
         *((features, heads, HEADS) for features, heads in ((12, 2), (15, 5), (5, 1))),
         *((12, 3, table) for table in ({**HEADS, "mlp.*": C}, {"mlp.0": C, "mlp.2": R})),

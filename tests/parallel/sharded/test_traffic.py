@@ -57,7 +57,7 @@ def pictures() -> Module:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("build", "shape", "table", "forward", "backward"),
+    "build, shape, table, forward, backward",
     [
         # two pairs: one sum each forward; backward none for the first, whose input needs no
         # gradient

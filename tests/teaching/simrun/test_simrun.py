@@ -892,7 +892,7 @@ def test_small_sends_that_need_buffers_are_found(programs):
 
 
 @pytest.mark.parametrize(
-    ("text", "status"),
+    "text, status",
     [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)],
 )
 def test_the_status_is_the_programs(text, status, programs):
