@@ -58,7 +58,9 @@ def load(words, group, say):
     config = parse(words.split())
     samples = load_samples(config, group, say)
     model = build_full_model(config, samples[0], BACKEND, group)
-    return Workload(choose_computing(config, model, samples[0], BACKEND, group)[0], samples)
+    return Workload(
+        choose_computing(config, model, samples[0], BACKEND, group)[0], samples, BACKEND
+    )
 
 
 def measure(words, count, rounds, group, say=str):
@@ -67,15 +69,15 @@ def measure(words, count, rounds, group, say=str):
     config = workload.config
     with computing(config):
         network = find_network(group, say, group.size)
-        profile, _ = find_profile(workload, group, group.size, BACKEND, say, again=True)
+        profile, _ = find_profile(workload, group, group.size, say, again=True)
         group.fit = network.fit
-        pricer = workload.pricer(profile, network, BACKEND)
+        pricer = workload.pricer(profile, network)
         chosen = spread(plan(pricer, count=10**6).best, count)
         rows = {str(item.candidate): {"layout": vars(item.candidate), "s": []} for item in chosen}
         for _ in range(rounds):
             for element in chosen:
                 name = str(element.candidate)
-                with ready(workload, element.options(), group, BACKEND) as (worker, batches):
+                with ready(workload, element.options(), group) as (worker, batches):
                     step = partial(worker.step, lr=0.0)
                     rows[name]["s"].append(typical_s(group, step, batches, RACE_S))
                     # a recording is made at the third step
@@ -111,7 +113,7 @@ def judge(result, group):
         PlannedNetwork("", machine, ranks, fit),
     )
     with computing(workload.config):
-        pricer = workload.pricer(profile, network, BACKEND)
+        pricer = workload.pricer(profile, network)
         begin = time.perf_counter()
         layouts = plan(pricer, count=10**6).considered
         search_s = time.perf_counter() - begin

@@ -147,11 +147,11 @@ def main(words: Sequence[str], group: Group) -> None:
     with computing(config):
         # the network first: it may be invalid, and measuring the model takes longer
         network = find_network(group, console.say, ranks, machine.nodes, machine.network)
-        workload = Workload(config, (samples, samples))
-        profile, _ = find_profile(workload, group, ranks, backend, console.say, machine.again)
+        workload = Workload(config, (samples, samples), backend)
+        profile, _ = find_profile(workload, group, ranks, console.say, machine.again)
 
         def search() -> list[str]:
-            pricer = workload.pricer(profile, network, backend)
+            pricer = workload.pricer(profile, network)
             result = plan(pricer, machine.memory, machine.kept)
             if machine.goal:
                 save(machine.goal, pricer.step(result.best[0].candidate))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from nnmpi import Group, simulate
-from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.machine import Machine
 from nnmpi.data import Dataset
 from nnmpi.lab.planner import profile
@@ -47,13 +46,13 @@ def test_activations_are_those_of_the_ledger(one):
     machine = Machine.uniform(0.0, 0.0)
     layers = made_up(2).layers[: len(open_chain(work.build()))]
     times = Profile({}, {}, layers, 16)
-    priced = work.pricer(times, PlannedNetwork("", machine, one.ranks), numpy_backend())
+    priced = work.pricer(times, PlannedNetwork("", machine, one.ranks))
     options = one.options()
     if one.pp > 1:
         options["split"] = tuple(map(len, priced.shapes.cuts(one.pp, one.virtual_stages)))
 
     def run(group: Group) -> tuple[int, int]:
-        with ready(work, options, group, numpy_backend()) as (worker, batches):
+        with ready(work, options, group) as (worker, batches):
             for _ in range(profile.RECORDED_STEPS):
                 worker.step(next(batches), lr=0.0)
             return worker.arrangement.mesh.pp.rank, worker.ledger.report().peaks[ACTIVATIONS]
@@ -73,7 +72,7 @@ def test_the_second_half_of_a_backward_is_counted():
     options = Candidate(pp=2, pipeline="zero-bubble", microbatches=4).options()
 
     def run(group: Group) -> tuple[float, int]:
-        with ready(work, options, group, numpy_backend()) as (worker, batches):
+        with ready(work, options, group) as (worker, batches):
             for _ in range(profile.RECORDED_STEPS):
                 worker.step(next(batches), lr=0.0)
             executor = worker.passes.executor

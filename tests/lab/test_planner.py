@@ -71,7 +71,9 @@ def workload(batch_size: int = 16, samples: Dataset | None = None, **options: An
     dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
     gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
     return Workload(
-        assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}), (dataset, dataset)
+        assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}),
+        (dataset, dataset),
+        numpy_backend(),
     )
 
 
@@ -120,7 +122,7 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
     times = more(replace(times, steps=steps, shares=shares, layers=tuple(map(more, times.layers))))
     nodes = None if per_node >= ranks else blocks(ranks, per_node)
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
-    return work.pricer(times, PlannedNetwork("made up", machine, ranks), numpy_backend())
+    return work.pricer(times, PlannedNetwork("made up", machine, ranks))
 
 
 def layouts(one: Pricer) -> list[Candidate]:
@@ -216,7 +218,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     step_s = 3.0 * stages
     cost = Profile({rows: StepCost(step_s, 0.0, step_s)}, {(1, 1): ShareCost()}, layers, rows)
     machine = Machine(Link.line(0.2, 1.6e-3), nodes=blocks(one.ranks, per_node))
-    priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
+    priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks))
     options = one.options() | {
         "slow": f"ms={1e3 * step_s * microbatches / pp}",
         "allreduce": "ring",
@@ -225,7 +227,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     }
 
     def run(group: Group) -> float:
-        return auto_layout.time_layout(work, options, group, numpy_backend())
+        return auto_layout.time_layout(work, options, group)
 
     took_s = simulate(run, one.ranks, machine, cpu_factor=0.0)[0]
     assert priced.price(one).seconds == pytest.approx(took_s, rel=0.005 if dp == 1 else 0.05)
@@ -236,7 +238,7 @@ def test_state_is_that_of_the_ledger_to_the_byte(one):
     work = workload()
 
     def run(group: Group) -> dict[str, int]:
-        with ready(work, one.options() | {"batch_size": 4}, group, numpy_backend()) as (worker, _):
+        with ready(work, one.options() | {"batch_size": 4}, group) as (worker, _):
             return dict(worker.ledger.report().held)
 
     result, text = simulate(run, 2), pricer(2, 1).memory(one)
@@ -318,9 +320,7 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     """Shares are measured as far as the model can have them; without a folder nothing is kept."""
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
-    result = simulate(
-        lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2
-    )[0]
+    result = simulate(lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)]), 2)[0]
     assert sorted(result.steps) == [1, 8, 16]
     assert result.shares[2, 1].exchanges and (1, 2) not in result.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
@@ -335,7 +335,7 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
         other = workload(batch_size, table, model="mlp", hidden=[8])
 
         def find(group: Group) -> Profile:
-            return find_profile(other, group, 2, numpy_backend(), said.append, again)[0]
+            return find_profile(other, group, 2, said.append, again)[0]
 
         return simulate(find, 1)[0]
 
@@ -385,9 +385,7 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
         return [replace(cost, keep_s=1e3 * next(times)) for cost in costs]
 
     monkeypatch.setattr(profile, "measure_layers", slower)
-    first, *others = simulate(
-        lambda group: profile.measure(work, group, 3, [], numpy_backend()).to_json(), 3
-    )
+    first, *others = simulate(lambda group: profile.measure(work, group, 3, []).to_json(), 3)
     assert all(other == first for other in others)
     assert first["layers"][0]["keep_s"] > 8e3  # of the rank that was last
 
@@ -408,9 +406,7 @@ def test_a_step_s_parts_are_told_apart(monkeypatch):
     table = Dataset("made up", np.ones((256, 4), np.float32), np.zeros(256, np.int64), 4)
     work = workload(256, table, model="mlp", hidden=[8])
     for ranks in (1, 2):
-        found = simulate(
-            lambda group, n=ranks: profile.measure(work, group, n, [], numpy_backend()), ranks
-        )[0]
+        found = simulate(lambda group, n=ranks: profile.measure(work, group, n, []), ranks)[0]
         assert found.steps[256].seconds == pytest.approx(once_s + 256e-5)
         assert found.once_s == pytest.approx(once_s)
         assert found.piped_s == pytest.approx(piped_s if ranks == 2 else 0.0)
@@ -418,7 +414,7 @@ def test_a_step_s_parts_are_told_apart(monkeypatch):
         few = workload(32, table, model="mlp", hidden=[8])
         machine = PlannedNetwork("nothing known", Machine.uniform(0.0, 0.0), ranks)
         for zero in found.zero_s:  # the price is what was measured
-            price = few.pricer(found, machine, numpy_backend()).price(Candidate(2, zero=zero))
+            price = few.pricer(found, machine).price(Candidate(2, zero=zero))
             assert price.seconds == pytest.approx(zero)
         assert found.layer_s(256, "keep_s") == [layer.keep_s for layer in found.layers]
         assert found.layer_s(1, "keep_s") == [layer.keep_s for layer in found.few]
@@ -512,7 +508,7 @@ def test_a_race_goes_in_turns(monkeypatch):
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
     nobody = None
-    assert race(nobody, list("abc"), nobody, nobody) == [1.0, 9.0, 1.1]
+    assert race(nobody, list("abc"), nobody) == [1.0, 9.0, 1.1]
     assert ran == ["a", "b", "c", "c", "b", "a"]
 
 

@@ -126,7 +126,7 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
         result = ChosenLayout(config.having(layout="given"), (line,))
     else:
         with host.computing(config):
-            result = _search(Workload(config, samples), group, backend, say)
+            result = _search(Workload(config, samples, backend), group, say)
     return replace(result, lines=(*result.lines, *filter(None, [kernels])))
 
 
@@ -142,7 +142,7 @@ def foresee(
         samples: the training and the test set.
     """
     layout, mesh = find_layout(config, group)
-    workload = Workload(config, samples)
+    workload = Workload(config, samples, backend)
     parts = count_microbatches(config, mesh.pp, workload.batch_size)
     if (
         non_defaults(config.parallel).keys() - PRICED
@@ -151,7 +151,7 @@ def foresee(
         or (layout.pipeline not in dict(PIPELINES) if mesh.pp > 1 else parts > 1)
     ):
         return None
-    profile, _ = kept_profile(workload, group, group.size, backend, say)
+    profile, _ = kept_profile(workload, group, group.size, say)
     if profile is None or mesh.shape[2:] not in profile.shares or find_fit(group, QUICK) is None:
         return None
     pipelined: dict[str, Any] = {
@@ -167,7 +167,7 @@ def foresee(
     )
     network = find_network(group, say, group.size)
     price = LayoutPrice(
-        **on_root(group, lambda: vars(workload.pricer(profile, network, backend).price(candidate)))
+        **on_root(group, lambda: vars(workload.pricer(profile, network).price(candidate)))
     )
     line = (
         f"plan: a step is predicted to take {format_seconds(price.seconds, 3)}; computing measured"
@@ -176,13 +176,13 @@ def foresee(
     return ChosenLayout(config, (line,), price)
 
 
-def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
+def _search(workload: Workload, group: Group, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
     network = find_network(group, say, group.size)
-    profile, store = find_profile(workload, group, group.size, backend, say)
+    profile, store = find_profile(workload, group, group.size, say)
 
     def search() -> tuple[list[list[Any]], int]:
-        pricer = workload.pricer(profile, network, backend)
+        pricer = workload.pricer(profile, network)
         result = plan(pricer, config.parallel.memory_limit, kind=lambda element: element.kind)
         racing = list(result.best[:RACERS])
         # The price of replicas is a measured step, so it is the most reliable: one always races.
@@ -201,7 +201,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
             f"racing {counted(len(first), 'layout')} for some steps each, which is done once and"
             " kept"
         )
-        times = race(workload, [options for _, options, _ in first], group, backend)
+        times = race(workload, [options for _, options, _ in first], group)
         profile = replace(profile, raced=dict(zip(names, times, strict=True)))
         store(profile)
     order = sorted((profile.raced[name], i) for i, name in enumerate(names))
@@ -225,9 +225,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
     return ChosenLayout(config.having(**options, layout="given"), tuple(lines), price)
 
 
-def race(
-    workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend
-) -> list[float]:
+def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group) -> list[float]:
     """Return the seconds of each layout's step, the least of RACE_ROUNDS. Collective.
 
     Every other round runs backwards, so that a drift of the machine's speed favours no layout.
@@ -235,5 +233,5 @@ def race(
     times = [inf] * len(layouts)
     for turn in range(RACE_ROUNDS):
         for i in sorted(range(len(layouts)), reverse=bool(turn % 2)):
-            times[i] = min(times[i], time_layout(workload, layouts[i], group, backend, RACE_S))
+            times[i] = min(times[i], time_layout(workload, layouts[i], group, RACE_S))
     return times

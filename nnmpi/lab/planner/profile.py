@@ -104,10 +104,11 @@ BUSY = 0.15  # of the processor time, taken by other programs
 
 @dataclass(frozen=True)
 class Workload:
-    """A configuration with its training and test set."""
+    """A configuration with its training and test set, on this rank's backend."""
 
     config: Config
     samples: tuple[Samples, Samples]
+    backend: Backend
 
     @property
     def dtype(self) -> str:
@@ -137,17 +138,17 @@ class Workload:
         """Return the model, uninitialized."""
         return build_model(self.config.model, self.samples[0].sample_shape, self.outputs)
 
-    def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
+    def pricer(self, profile: Profile, network: PlannedNetwork) -> Pricer:
         """Return a pricer of the workload's layouts."""
         seconds, arrays = (
             [layer.seconds for layer in profile.layers],
             self.config.state_arrays,
         )
-        shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
-        count = partial(count_costs, self, backend)
+        shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, self.backend)
+        count = partial(count_costs, self)
         return Pricer(self.batch_size, self.row_bytes, profile, network, shapes, count)
 
-    def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
+    def key(self, group: Group, ranks: int) -> dict[str, Any]:
         """Return everything on which the measured times depend, equal on all ranks. Collective."""
         config, options = self.config, self.config.optimization
         files = [
@@ -158,14 +159,25 @@ class Workload:
         # BLAS has kernels for each processor, and a variable may name others
         names = ("internal_api", "version", "architecture", "num_threads")
         pools = [[pool.get(name) for name in names] for pool in threadpoolctl.threadpool_info()]
-        local = [platform.node(), read_cpu("model name"), installed_numba(), backend.card, pools]
+        local = [
+            platform.node(),
+            read_cpu("model name"),
+            installed_numba(),
+            self.backend.card,
+            pools,
+        ]
         key = {
             "format": FORMAT,
             "model": to_json(config.model),
             "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
             "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
             "optimizer": [options.optimizer, options.momentum, config.numerics.clip],
-            "numbers": [config.run.dtype, config.numerics.precision, config.run.jit, backend.name],
+            "numbers": [
+                config.run.dtype,
+                config.numerics.precision,
+                config.run.jit,
+                self.backend.name,
+            ],
             "hosts": sorted(Counter(group.gather(json_text(local))).items()),
             "ranks": [ranks, group.size],
             "nnmpi": VERSION,
@@ -177,13 +189,13 @@ class Workload:
 
 
 def kept_profile(
-    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
+    workload: Workload, group: Group, ranks: int, say: Say
 ) -> tuple[Profile | None, Callable[[Profile], None]]:
     """Return a workload's kept profile, if there is one, and a function to keep one. Collective.
 
     Same arguments as `find_profile`.
     """
-    key = workload.key(group, ranks, backend)
+    key = workload.key(group, ranks)
     digest = hashlib.blake2b(json_text(key, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def load() -> Any:
@@ -209,7 +221,7 @@ def kept_profile(
 
 
 def find_profile(
-    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say, again: bool = False
+    workload: Workload, group: Group, ranks: int, say: Say, again: bool = False
 ) -> tuple[Profile, Callable[[Profile], None]]:
     """Return a workload's kept or measured profile, and a function to keep one. Collective.
 
@@ -217,20 +229,19 @@ def find_profile(
         workload: to measure.
         group: the ranks that measure.
         ranks: the planned number of ranks.
-        backend: of this rank.
         say: called with a sentence before measuring, and if the profile is not kept.
         again: measure even if a profile was kept.
     """
-    kept, store = kept_profile(workload, group, ranks, backend, say)
-    why = "" if kept is None or again else _why_stale(kept, workload, group, backend)
+    kept, store = kept_profile(workload, group, ranks, say)
+    why = "" if kept is None or again else _why_stale(kept, workload, group)
     if kept is not None and not (why or again):
         return kept, store
     say(f"{why}measuring the model's parts, which is done once and kept")
     with explain_errors(
-        backend,
+        workload.backend,
         "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
     ):
-        result = measure(workload, group, ranks, shares_of(ranks), backend)
+        result = measure(workload, group, ranks, shares_of(ranks))
     if result.busy > BUSY:
         say(
             f"other programs took {result.busy:.0%} of the processor meanwhile, so this profile is"
@@ -240,12 +251,12 @@ def find_profile(
     return result, store
 
 
-def _why_stale(kept: Profile, workload: Workload, group: Group, backend: Backend) -> str:
+def _why_stale(kept: Profile, workload: Workload, group: Group) -> str:
     """Return the sentence of a step that does not take what a profile says; else nothing."""
     short = {rows: cost for rows, cost in kept.steps.items() if cost.seconds < SHORT_S}
     rows, cost = max(short.items()) if short else min(kept.steps.items())
     alone = group.split(group.rank)
-    step_s = time_layout(workload, {"batch_size": rows}, alone, backend, timed=group)
+    step_s = time_layout(workload, {"batch_size": rows}, alone, timed=group)
     alone.free()
     expected_s = cost.seconds + cost.update_s
     if abs(step_s / max(expected_s, 1e-12) - 1) <= STALE:
@@ -267,9 +278,7 @@ def shares_of(ranks: int) -> list[Share]:
 # ---- measuring ----
 
 
-def measure(
-    workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend
-) -> Profile:
+def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share]) -> Profile:
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
     Args:
@@ -277,7 +286,6 @@ def measure(
         group: the ranks that measure.
         ranks: the planned number of ranks, which limits the parts of a batch.
         shares: (tp, sp) to measure besides (1, 1); those impossible for the model are left out.
-        backend: of this rank.
     """
     alone, batch = group.split(group.rank), workload.batch_size
     wall_s, own_s = time.perf_counter(), time.process_time()
@@ -285,24 +293,24 @@ def measure(
     for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
         expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
         if expected <= LONGEST_S:
-            steps[rows] = _measure_replica(workload, rows, group, alone, backend)
+            steps[rows] = _measure_replica(workload, rows, group, alone)
     fewest = min(steps)
-    once_s = _measure_once(workload, fewest, steps[fewest].update_s, group, alone, backend)
+    once_s = _measure_once(workload, fewest, steps[fewest].update_s, group, alone)
     alone.free()
-    piped_s = _measure_piped(workload, fewest, group, backend)
+    piped_s = _measure_piped(workload, fewest, group)
     rows = max(steps)
-    layers = _measure_layers(workload, rows, group, backend)
-    few = _measure_layers(workload, fewest, group, backend)
+    layers = _measure_layers(workload, rows, group)
+    few = _measure_layers(workload, fewest, group)
     result = {(1, 1): ShareCost()}
     for share in shares:
-        cost = _measure_share(group, workload, share, rows, backend)
+        cost = _measure_share(group, workload, share, rows)
         if cost is not None:
             result[share] = cost
     wall_s, own_s = time.perf_counter() - wall_s, time.process_time() - own_s
     # ranks wait in calls that do not sleep, so alone a rank has all the time of its core
     on_node = max(Counter(group.nodes()).values())
     own = own_s / wall_s * max(1.0, on_node / usable_cores()[1])
-    (busy,) = group.max_floats([0.0 if backend.is_device else max(0.0, 1 - own)])
+    (busy,) = group.max_floats([0.0 if workload.backend.is_device else max(0.0, 1 - own)])
     profile = Profile(
         steps,
         result,
@@ -315,12 +323,12 @@ def measure(
         busy=busy,
     )
     if group.size > 1:
-        profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group, backend))
+        profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group))
     return rebuilt(Profile, group.share(profile.to_json()))
 
 
 def _measure_zero(
-    workload: Workload, rows: int, profile: Profile, group: Group, backend: Backend
+    workload: Workload, rows: int, profile: Profile, group: Group
 ) -> dict[int, float]:
     """Return what each ZeRO stage's step takes beside its price, of replicas with so many rows.
 
@@ -329,24 +337,22 @@ def _measure_zero(
     fit, ranks, result = find_fit(group, QUICK), group.size, dict[int, float]()
     machine = Machine.uniform(0.0, 0.0) if fit is None else fit.machine
     few = replace(workload, config=workload.config.having(batch_size=rows * ranks))
-    pricer = few.pricer(profile, PlannedNetwork("", machine, ranks, fit), backend)
+    pricer = few.pricer(profile, PlannedNetwork("", machine, ranks, fit))
     for zero in STAGES:
         with suppress(UsageError):  # an optimizer of whole matrices
-            step_s = time_layout(few, {"dp": ranks, "zero": zero}, group, backend)
+            step_s = time_layout(few, {"dp": ranks, "zero": zero}, group)
             result[zero] = max(0.0, step_s - pricer.price(Candidate(ranks, zero=zero)).seconds)
     return result
 
 
-def _measure_layers(
-    workload: Workload, rows: int, group: Group, backend: Backend
-) -> tuple[LayerCost, ...]:
+def _measure_layers(workload: Workload, rows: int, group: Group) -> tuple[LayerCost, ...]:
     """Return the costs of the slowest rank's layers, on all ranks."""
-    x = Tensor(backend.asarray(workload.rows(rows)))
+    x = Tensor(workload.backend.asarray(workload.rows(rows)))
     with use_precision(workload.config.numerics.precision), training():
         model = workload.build()
-        layers = of_chain(model, open_chain(model), workload.dtype, backend)
+        layers = of_chain(model, open_chain(model), workload.dtype, workload.backend)
         # pipelines have several microbatches
-        costs = measure_layers(layers, x, backend, adds=True)
+        costs = measure_layers(layers, x, workload.backend, adds=True)
     by_rank = [
         tuple(rebuilt(LayerCost, cost) for cost in item)
         for item in group.gather([asdict(cost) for cost in costs])
@@ -354,36 +360,32 @@ def _measure_layers(
     return max(by_rank, key=lambda layers: sum(layer.seconds for layer in layers))
 
 
-def _measure_replica(
-    workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
-) -> StepCost:
+def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group) -> StepCost:
     size = {"batch_size": rows}
-    step_s = least_s = time_layout(workload, size, alone, backend, timed=group)
-    with ready(workload, size, alone, backend) as (worker, _):
+    step_s = least_s = time_layout(workload, size, alone, timed=group)
+    with ready(workload, size, alone) as (worker, _):
         update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
     with suppress(UsageError):  # a model that is not recomputed
-        least_s = time_layout(workload, size | LEAST, alone, backend, timed=group)
+        least_s = time_layout(workload, size | LEAST, alone, timed=group)
     step_s, least_s = (max(seconds - update_s, 0.0) for seconds in (step_s, least_s))
     return StepCost(step_s, update_s, least_s)
 
 
 def _measure_once(
-    workload: Workload, rows: int, update_s: float, group: Group, alone: Group, backend: Backend
+    workload: Workload, rows: int, update_s: float, group: Group, alone: Group
 ) -> float:
     """Return the seconds of a step beside its microbatches and its update, from two steps."""
     several = min(SEVERAL, workload.batch_size // rows)
     if several < 2:
         return 0.0
     one_s, all_s = (
-        time_layout(
-            workload, {"batch_size": rows * n, "microbatches": n}, alone, backend, timed=group
-        )
+        time_layout(workload, {"batch_size": rows * n, "microbatches": n}, alone, timed=group)
         for n in (1, several)
     )
     return max(0.0, (several * one_s - all_s) / (several - 1) - update_s)
 
 
-def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend) -> float:
+def _measure_piped(workload: Workload, rows: int, group: Group) -> float:
     """Return the seconds of one more microbatch in a pipeline of two ranks; 0 if impossible."""
     several = min(4 * SEVERAL, workload.batch_size // rows)
     if group.size % 2 or several <= SEVERAL:
@@ -395,7 +397,6 @@ def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend
                 workload,
                 {"pp": 2, "pipeline": "gpipe", "batch_size": rows * n, "microbatches": n},
                 pair,
-                backend,
                 timed=group,
             )
             for n in (SEVERAL, several)
@@ -407,9 +408,7 @@ def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend
     return max(0.0, (all_s - few_s) / (several - SEVERAL))
 
 
-def _measure_share(
-    group: Group, workload: Workload, share: Share, rows: int, backend: Backend
-) -> ShareCost | None:
+def _measure_share(group: Group, workload: Workload, share: Share, rows: int) -> ShareCost | None:
     """Return the cost of a replica on several ranks; None if impossible. Collective.
 
     The ranks are the group's where they can be divided so, else simulated ones. Messages do not
@@ -420,7 +419,7 @@ def _measure_share(
 
     def run(tp: int, sp: int, local: Group) -> tuple[float, float, Counter[_Sent]]:
         options = {"tp": tp, "sp": sp, "batch_size": rows}
-        with ready(workload, options, local, backend) as (worker, batches):
+        with ready(workload, options, local) as (worker, batches):
             worker.step(next(batches), lr=0.0)  # whose messages wait for what is made once
             timeline = Timeline()
             with tracing(timeline):
@@ -440,7 +439,7 @@ def _measure_share(
             step_s = typical_s(local, partial(worker.step, lr=0.0), batches)
         least_s, sent_s = step_s, 0.0 if crowded else sum(map(min, zip(*spans, strict=True)))
         with suppress(UsageError):  # a model that is not recomputed
-            least_s = time_layout(workload, options | LEAST, local, backend)
+            least_s = time_layout(workload, options | LEAST, local)
         return step_s - sent_s, least_s - sent_s, sent
 
     def spent(tp: int, sp: int) -> tuple[float, float, Counter[_Sent]]:
@@ -467,9 +466,7 @@ def _measure_share(
     return ShareCost(ratio, exchanges, least)
 
 
-def count_costs(
-    workload: Workload, backend: Backend, ranks: int, options: Mapping[str, Any]
-) -> SegmentCosts:
+def count_costs(workload: Workload, ranks: int, options: Mapping[str, Any]) -> SegmentCosts:
     """Return a layout's segments, and their bytes.
 
     A pass of the layout on simulated ranks counts them, as a run's second step does. If its
@@ -477,7 +474,7 @@ def count_costs(
     """
 
     def run(group: Group) -> SegmentCosts:
-        with ready(workload, options, group, backend) as (worker, batches):
+        with ready(workload, options, group) as (worker, batches):
             for _ in range(RECORDED_STEPS):
                 worker.step(next(batches), lr=0.0)
             executor, recorded = worker.passes.executor, worker.passes.replay.held_bytes
@@ -498,7 +495,7 @@ def count_costs(
 
 @contextmanager
 def ready(
-    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
+    workload: Workload, options: Mapping[str, Any], group: Group
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
     """Yield a warmed-up trainer of a workload in a layout, with batches; see `trial_run`.
 
@@ -506,13 +503,16 @@ def ready(
         workload: to train.
         options: of the layout and the batch, in place of the run's.
         group: all ranks.
-        backend: of this rank.
     """
     config = workload.config.having(**options, layout="given")
     layout, _ = find_layout(config, group)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
-    with trial_run(config, workload.samples, layout, group, backend) as (worker, _, batches):
+    with trial_run(config, workload.samples, layout, group, workload.backend) as (
+        worker,
+        _,
+        batches,
+    ):
         for _ in range(WARM_UP_STEPS):
             worker.step(next(batches), lr=0.0)
         yield worker, batches
@@ -522,17 +522,16 @@ def time_layout(
     workload: Workload,
     options: Mapping[str, Any],
     group: Group,
-    backend: Backend,
     budget_s: float = MEASURE_S,
     timed: Group | None = None,
 ) -> float:
     """Return the seconds of a step of a layout. Collective.
 
     Args:
-        workload, options, group, backend: see `ready`.
+        workload, options, group: see `ready`.
         budget_s, timed: of `typical_s`; by default the same group.
     """
-    with ready(workload, options, group, backend) as (worker, batches):
+    with ready(workload, options, group) as (worker, batches):
         return typical_s(timed or group, partial(worker.step, lr=0.0), batches, budget_s)
 
 
