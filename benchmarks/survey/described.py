@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from nnmpi.lab.planner.price import Profile, SegmentCosts, ShareCost, StepCost
+from nnmpi.lab.planner.price import Division, Profile, SegmentCosts, ShareCost, StepCost
 from nnmpi.memory.fitting import StageCost
 from nnmpi.memory.plan import LayerCost, keep_all, price_plan, saved_bytes
 from nnmpi.parallel.zero.storage import StateBytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, stages_of
+from nnmpi.schedule.schedule import stages_of
 
 BACKWARD = 2  # operations over those of a forward: a product for the weights, one for the input
 
@@ -160,16 +160,10 @@ class DescribedShapes:
         self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
 
     def states(
-        self,
-        tp: int,
-        pp: int,
-        virtual: int,
-        home: Home,
-        zero: int,
-        replicas: int,
-        once: bool = False,
+        self, division: Division, zero: int, replicas: int, once: bool = False
     ) -> tuple[StateBytes, ...]:
         """Return the bytes of each of a pipeline's ranks."""
+        tp, pp, virtual, home = division
         cuts = self.cuts(pp, virtual)
         return tuple(
             self._held(
@@ -199,7 +193,7 @@ class DescribedShapes:
             (round(full * parameters / count),) * count,
         )
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
+    def tied_bytes(self, division: Division) -> int:
         """Return 0: no stages share parameters."""
         return 0
 

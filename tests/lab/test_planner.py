@@ -185,7 +185,7 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take():
     assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
     shared = [far.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
     assert shared[0] == pytest.approx(4 * shared[1])
-    (state,) = far.shapes.states(*Candidate().division, 0, 1)
+    (state,) = far.shapes.states(Candidate().division, 0, 1)
     sums = (
         far.network.exchange(*what)
         for what in (

@@ -93,6 +93,10 @@ Refusals: TypeAlias = Counter[str]
 """{reason: number of impossible layouts}."""
 
 
+Division: TypeAlias = tuple[int, int, int, Home]
+"""tp, pp, stages per rank, their home."""
+
+
 @dataclass(frozen=True, order=True)
 class Candidate:
     """One layout.
@@ -130,8 +134,8 @@ class Candidate:
         return self.dp * self.sp
 
     @property
-    def division(self) -> tuple[int, int, int, Home]:
-        """How the ranks of a replica divide the model: tp, pp, stages per rank, their home."""
+    def division(self) -> Division:
+        """How the ranks of a replica divide the model."""
         return self.tp, self.pp, self.virtual_stages, home_of(self.pipeline)
 
     @property
@@ -375,24 +379,23 @@ class ModelShapes:
         self.tied_bytes = cache(self._tied_bytes)
         self._model = cache(self._spread)
 
-    def _tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
+    def _tied_bytes(self, division: Division) -> int:
         """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
-        tied = sum(parameter.size for parameter in self._tied(tp, pp, virtual, home))
+        tied = sum(parameter.size for parameter in self._tied(division))
         return tied * np.dtype(self._dtype).itemsize
 
-    def _tied(self, tp: int, pp: int, virtual: int, home: Home) -> set[Parameter]:
+    def _tied(self, division: Division) -> set[Parameter]:
         """Return the parameters that several ranks of a pipeline have."""
         ranks = Counter(
             parameter
-            for stages in self._stages_of(tp, pp, virtual, home)
+            for stages in self._stages_of(division)
             for parameter in parameters_of(list(chain.from_iterable(stages)))
         )
         return {parameter for parameter, count in ranks.items() if count > 1}
 
-    def _stages_of(
-        self, tp: int, pp: int, virtual: int, home: Home
-    ) -> list[list[Sequence[ChainLayer]]]:
+    def _stages_of(self, division: Division) -> list[list[Sequence[ChainLayer]]]:
         """Return the layers of each stage of each rank of a pipeline."""
+        tp, pp, virtual, home = division
         _, layers = self._model(tp)
         cuts = self.cuts(pp, virtual)
         return [
@@ -401,14 +404,7 @@ class ModelShapes:
         ]
 
     def _states(
-        self,
-        tp: int,
-        pp: int,
-        virtual: int,
-        home: Home,
-        zero: int,
-        replicas: int,
-        once: bool = False,
+        self, division: Division, zero: int, replicas: int, once: bool = False
     ) -> tuple[StateBytes, ...]:
         """Return the bytes of weights, gradients and optimizer state on each pipeline rank.
 
@@ -416,11 +412,11 @@ class ModelShapes:
             once: the replicas read one copy of the weights in their node's shared memory.
         """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
-        model, _ = self._model(tp)
+        model, _ = self._model(division[0])
         parts: list[tuple[Module, UnitCut | None]] = [(model, None)]
-        if pp > 1:
-            tied, parts = self._tied(tp, pp, virtual, home), []
-            for stages in self._stages_of(tp, pp, virtual, home):
+        if division[1] > 1:
+            tied, parts = self._tied(division), []
+            for stages in self._stages_of(division):
                 part, units = ModelPart(model, list(chain.from_iterable(stages))), None
                 if zero > 1:
                     cut = [cut_runs(layers, UNIT_BYTES[zero], itemsize) for layers in stages]
@@ -579,8 +575,8 @@ class Pricer:
 
     def _update_s(self, candidate: Candidate) -> float:
         """Return the seconds of the update, in proportion to a rank's parameters, and of ZeRO."""
-        (full,) = self.shapes.states(*Candidate().division, 0, 1)  # one rank
-        states = self.shapes.states(*candidate.division, 0, 1)
+        (full,) = self.shapes.states(Candidate().division, 0, 1)  # one rank
+        states = self.shapes.states(candidate.division, 0, 1)
         part = max(state.parameters for state in states) / max(full.parameters, 1)
         shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
         update_s = min(cost.update_s for cost in self.profile.steps.values())
@@ -628,7 +624,7 @@ class Pricer:
         if candidate.pp > 1:
             # assume that the first and the last stage share them, as embedding and output layer do
             ends = [(ranks[0], ranks[-1]) for ranks in mesh.groups(PP)]
-            yield "all-reduce", ends, self.shapes.tied_bytes(*candidate.division), 1
+            yield "all-reduce", ends, self.shapes.tied_bytes(candidate.division), 1
 
     def _sent(self, candidate: Candidate) -> Iterator[PlannedExchange]:
         """Yield a microbatch's exchanges between the ranks of sharded layers."""
@@ -642,7 +638,7 @@ class Pricer:
         if candidate.replicas == 1:
             return
         groups = self._mesh(*candidate.axes).groups(DP, SP)
-        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
+        states = self.shapes.states(candidate.division, candidate.zero, candidate.replicas)
         in_memory = self._through_memory(candidate)
         if not candidate.zero:
             nbytes = max(state.gradients for state in states)
@@ -744,7 +740,7 @@ class Pricer:
     def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
         """Return the bytes by kind of each rank of a pipeline."""
         once = candidate.zero > 0 and self._shares_memory(candidate)
-        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas, once)
+        states = self.shapes.states(candidate.division, candidate.zero, candidate.replicas, once)
         return [
             self._memory_of(candidate, *item)
             for item in zip(states, self._activations(candidate), strict=True)
