@@ -31,23 +31,12 @@ from nnmpi.lab.pages.page import write_page
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import DIGITS, LayerCost, LayerCosts, Plan, PlanPrice, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.models.cnn import cnn
-from nnmpi.models.gpt import gpt
-from nnmpi.models.mlp import mlp
-from nnmpi.models.resnet import resnet
 from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 
 PROGRAM = "nnmpi memory"
-# A model, and the shape of a sample; None for TOKENS different tokens.
-MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
-    "mlp": (lambda: mlp((28, 28, 1), 10), (28, 28, 1)),
-    "cnn": (lambda: cnn((28, 28, 1), 10), (28, 28, 1)),
-    "resnet": (lambda: resnet((32, 32, 3), 10), (32, 32, 3)),
-    "gpt": (lambda: gpt(256, 128, 128, 8, 4), None),
-}
-TOKENS, CONTEXT = 256, 128
+# By model, if not MNIST's: the shape of a sample, and the classes; a gpt's context and tokens.
+SAMPLES = {"resnet": ((32, 32, 3), 10), "gpt": ((128,), 256)}
 SIGNS = {
     "F": "forward",
     "K": "forward",
@@ -163,16 +152,18 @@ def _equal(count: int) -> list[LayerCost]:
 
 def _measured(name: str, batch: int) -> LayerCosts:
     """Return the measured costs of a model's layers."""
-    make, shape = MODELS[name]
-    model, draw = make().initialize(seed=0), np.random.default_rng(0)
-    if shape is None:
-        x = y = draw.integers(0, TOKENS, (batch, CONTEXT))
-    else:
-        x = draw.normal(size=(batch, *shape)).astype("float32")
-        y = draw.integers(0, 10, batch)
+    # imported here: plans of equal layers need no training
+    from nnmpi.train.build import build_model
+    from nnmpi.train.config import Config, ModelConfig
+    from nnmpi.train.inputs import SampleConfig
+
+    shape, classes = SAMPLES.get(name, ((28, 28, 1), 10))
+    config = ModelConfig(name, layers=8 if name == "gpt" else None)
+    model = build_model(config, shape, classes).initialize(seed=0)
+    x, y = SampleConfig(shape, classes).draw(batch, Config(config)).pair(np.arange(batch))
     forward = RecomputedModel(model, None)
     with training():
-        forward(x, lambda logits: cross_entropy(logits, y))
+        forward(x, lambda logits: cross_entropy(logits, y.clip(0)))
     return [replace(cost, moves=True) for cost in forward.plans.costs]
 
 
