@@ -2,10 +2,16 @@
 
 import sys
 
-from benchmarks.faults import attacks, kills, midway, table
+from benchmarks.faults import attacks, flat, kills, midway, table
 from benchmarks.harness.command import run
 
-SUITES = {"attacks": attacks.main, "kills": kills.main, "midway": midway.main, "table": table.main}
+SUITES = {
+    "attacks": attacks.main,
+    "flat": flat.main,
+    "kills": kills.main,
+    "midway": midway.main,
+    "table": table.main,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in SUITES:
