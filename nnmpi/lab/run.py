@@ -302,6 +302,7 @@ class Supervisor:
         """
         limit_s, is_up, is_passed_on = self._plan.start_limit_s, False, False
         looked_s, seen_s, watches = begin_s, inf, launcher.kind != "srun"
+        killed = memory_kills()
         while job.poll() is None:
             if watches and is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
                 looked_s = now_s
@@ -324,7 +325,11 @@ class Supervisor:
                 job.wait()
                 return 1, f"it had not come up in {limit_s:.0f} s"
         status = job.returncode if job.returncode >= 0 else 128 - job.returncode
-        return status, describe_status(status, launcher)
+        killed = memory_kills() - killed
+        short = (
+            f"; memory was short meanwhile, and the kernel ended {killed} of this node's processes"
+        )
+        return status, f"{describe_status(status, launcher)}{short if status and killed else ''}"
 
     def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher, is_up: bool) -> None:
         """Send the signal to this host's ranks, so that they save and end; else to the launcher.
@@ -382,6 +387,7 @@ class Supervisor:
 
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+VMSTAT = Path("/proc/vmstat")
 
 
 def _end_with_parent() -> None:
@@ -415,6 +421,16 @@ def describe_status(status: int, launcher: Launcher) -> str:
         if number:
             return f"a rank or its launcher got {signal.Signals(number).name} (status {status})"
     return f"a rank or its launcher failed (status {status})"
+
+
+def memory_kills() -> int:
+    """Return how many processes Linux has ended on this machine for want of memory, be it a
+    container's or a batch job's; 0 on other systems.
+    """
+    with suppress(OSError):
+        counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

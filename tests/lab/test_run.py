@@ -118,6 +118,16 @@ def test_it_starts_again_until_the_run_has_proved_its_end(
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
 
+def test_a_lack_of_memory_is_told(play, tmp_path, monkeypatch):
+    """By the kernel's count, which another process's end raises, too."""
+    monkeypatch.setattr(supervisor, "VMSTAT", counts := tmp_path / "vmstat")
+    counts.write_text("pgfault 9\noom_kill 3\n")
+    killed = f"up; sed -i 's/oom_kill 3/oom_kill 5/' {counts}; kill -9 $$"
+    _, text = play(killed, "kill -9 $$", "finish")
+    assert "short meanwhile, and the kernel ended 2 of this node's processes; again" in text[1]
+    assert len([line for line in text if "of this node's" in line]) == 1
+
+
 def test_a_limit_of_steps_is_no_end(play):
     _, text = play("up; stop")
     assert text[-1].startswith(
