@@ -896,7 +896,7 @@ def _opening(description: str) -> str:
 
     A module's docstring begins with `command`, which the usage line names already.
     """
-    text = re.sub(r"^`[^`]*`: ", "", description.strip())
+    text = re.sub(r"^`[^`]*`: ", "", inspect.cleandoc(description))
     return folded(text[:1].upper() + text[1:])
 
 
@@ -928,7 +928,7 @@ def _show_default(option: Option, text: str) -> str:
     value = option.default
     if value is MISSING:
         return " (required)"
-    if value is None or value == "":
+    if value in (None, "", ()):
         return "" if "default" in text or "without" in text.lower() else " (default: none)"
     if isinstance(value, bool):
         return f" (default: {'on' if value else 'off'})"

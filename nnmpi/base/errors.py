@@ -322,7 +322,10 @@ def asks_to_stop(callback: Callable[[Any], object], item: Any) -> bool:
         answer = callback(item)
     except StopTraining:
         return True
-    return isinstance(answer, str) and answer == "stop"
+    words = answer if isinstance(answer, str) else ""
+    if words not in ("", "stop"):
+        raise UsageError(f"the callback returned {shortened(repr(words))}; only 'stop' has a meaning")
+    return bool(words)
 
 
 class CommError(NnmpiError):

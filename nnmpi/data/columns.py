@@ -447,6 +447,11 @@ def find_places(
         if any(wrong):
             missing = encoding[wrong.index(True)].name
             raise DataError(f"{source} has no column {missing!r}; {needed}")
+        cells = [cell.strip() for cell in first]
+        taken = [cells[place] for place in places]
+        for cell in taken:
+            if cells.count(cell) > taken.count(cell):
+                raise DataError(f"{source} has several columns {cell!r}; rename all but one")
         return places, True, True
     width = len(names)
     places = [*range(width)]

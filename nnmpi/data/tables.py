@@ -363,8 +363,8 @@ def _rows_in(source: Any, rules: TableRules) -> _Rows:
         lines = [[*_cells_of(row)] for row in ([] if names is None else [names]) + rows]
     except (TypeError, ValueError, KeyError) as error:
         raise DataError(
-            f"the {name} is no table ({error}); give a DataFrame, a dictionary of columns of one"
-            " length, or rows"
+            f"the {name} is no table; give a DataFrame, a dictionary of columns of one length, or"
+            " rows with the same columns"
         ) from error
 
     def text(cell: Any) -> str:
@@ -645,7 +645,10 @@ def to_dataset(
             f"{table.source}: label {shortened(fraction)!r} is not a whole number; {HINT}"
         )
     spelled = {
-        label: str(int(value)) if is_numeric and value is not None else label
+        # from its digits: a float has 53 bits, and numbers of orders may have more
+        label: str(int(label if label.lstrip("+-").isdecimal() else value))
+        if is_numeric and value is not None
+        else label
         for label, value in numbers.items()
     }
     known = class_names or sorted({*spelled.values()}, key=int if is_numeric else str)

@@ -21,6 +21,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_toml
 from nnmpi.base.launcher import idle_cores, read_launch
 from nnmpi.base.wings import offered
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import NEEDS
@@ -74,6 +75,7 @@ def main(words: Sequence[str], group: Group) -> None:
     try:
         with begin(config, group, console, words) as loop:
             loop.run()
+        on_root(group, console.finish)
     finally:
         if group.is_root and config.run.out is not None:
             with suppress(OSError):

@@ -241,6 +241,8 @@ class Pace:
     """One of the gears; `limit` says how far."""
     stops: Literal["none"] | Sequence[int] = "none"
     """Where it stops."""
+    marks: tuple[int, ...] = ()
+    """Which it passes."""
     _: KW_ONLY
     state: int = 2
     """Of a program alone."""
@@ -268,12 +270,13 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring():
     assert str(getdoc(Pace)).startswith("How fast it goes.\n\nAttributes:\n    gear: One of")
     assert all(f"\n    {item.name}: " in str(getdoc(Pace)) for item in fields(Pace))
     assert getdoc(PaceConfig) == "Pace."
-    assert [item.name for item in options_of(PaceConfig)] == ["gear", "stops", "limit"]
+    assert [item.name for item in options_of(PaceConfig)] == ["gear", "stops", "marks", "limit"]
     with pytest.raises(HelpAsked) as asked:
         read_pace("--help")
     text = " ".join(str(asked.value).split())
     assert "--gear low|high|FILE.py:NAME One of the gears; --limit says how far" in text
     assert "--stops none|[INT ...] Where it stops (default: none)." in text
+    assert "Which it passes (default: none)." in text
     assert read_pace("--gear a.py:b --limit 4") == PaceConfig("a.py:b", limit=4)
     assert read_pace("--stops 2,3") == PaceConfig(stops=(2, 3))
 

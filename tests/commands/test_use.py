@@ -178,11 +178,17 @@ def test_a_loaded_run_predicts_what_the_command_says(tmp_path, run, said):
 def test_results_that_a_full_disk_lost(tmp_path, run, monkeypatch):
     data = files(tmp_path)["table.csv"]
     folder, _ = run(f"--dataset {data} --model mlp --hidden 6")
-    for program, words in ((predict, [str(data)]), (evaluate, []), (export, [])):
+    whole = str(folder)
+    for program, words in (
+        (predict, [whole, str(data)]),
+        (evaluate, [whole]),
+        (export, [whole]),
+        (train, ["--resume", whole]),
+    ):
         with open("/dev/full", "w") as full:
             monkeypatch.setattr("sys.stdout", full)
             with pytest.raises(NnmpiError, match="could not be written: No space left"):
-                simulate(partial(program, [str(folder), *words]), 2)
+                simulate(partial(program, words), 2)
 
 
 def test_an_image_file_is_read_as_the_data_was(tmp_path, run, said):

@@ -118,6 +118,11 @@ def test_another_table_has_a_mark_of_its_own(tmp_path):
     rows = [[Decimal("1.500"), "2,5"], ["1,500", np.array(2.5)]]
     read = read_csv(rows, TableRules(encoding=data.encoding), labelled=False)
     assert read.features.tolist() == [[1.5, 2.5]] * 2
+    for odd in ({"v": [1, 2], "w": [1]}, [{"v": 1, "w": 2}, {"v": 1}], [1, 2]):
+        with pytest.raises(DataError, match="is no table; give a Da.*rows with the same columns$"):
+            read_csv(odd, TableRules(encoding=data.encoding), labelled=False)
+    with pytest.raises(DataError, match="has several columns 'v'; rename all but one"):
+        first(["v;w;v", "1,5;2;3"])
     sizes = full(tmp_path, ["v;size;k", "1,5;S;x", "2,5;M;y"])
     assert other(tmp_path, ["v;size", "1,5;0.5"], sizes).features.tolist() == [[1.5, 0, 0]]
 
@@ -168,6 +173,12 @@ def test_numbers_are_no_units(tmp_path, form):
     assert (data.x[:30, 0] - data.x[0, 0]).tolist() == pytest.approx(
         [value - expected[0] for value in expected], rel=1e-3
     )
+
+
+def test_labels_are_compared_by_all_their_digits(tmp_path):
+    labels = [str(2**53 + i) for i in (0, 1, 2)]
+    data = full(tmp_path, ["a,k", *(f"{i},{labels[i % 3]}" for i in range(9)), f"1,+{labels[1]}"])
+    assert data.class_names == tuple(labels) and data.y.tolist() == [0, 1, 2] * 3 + [1]
 
 
 def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path):

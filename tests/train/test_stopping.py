@@ -19,7 +19,9 @@ WORDS = "--model mlp --dataset iris --eval-every 3steps --quiet --out run"
 CALLBACKS = """
 import nnmpi
 def within(record):
-    return "stop" if record["kind"] == "train" and record["global_step"] == 20 else "go"
+    return "stop" if record["kind"] == "train" and record["global_step"] == 20 else ""
+def typo(record):
+    return "Stop"
 def after(record):
     if record["kind"] == "eval" and record["global_step"] == 9:
         raise nnmpi.StopTraining
@@ -85,6 +87,8 @@ def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
             start("--resume run")
         Path("gone.py").rename("own.py")
         Path("run").rename(f"run{ranks}")
+        with pytest.raises(UsageError, match="returned 'Stop'; only 'stop' has a meaning"):
+            start(f"{WORDS} --callback own.py:typo {words}", ranks)
 
 
 @pytest.mark.parametrize("left, raises", [(None, False), (None, True), (1, False)])
@@ -104,7 +108,7 @@ def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
             if raises:
                 raise StopTraining
             return "stop"
-        return "on"
+        return ""
 
     report = worker.run(loader, 0, 0, batches, 0, lambda _: 0.01, progress)
     assert report.signal == STOPPED
