@@ -324,7 +324,9 @@ def asks_to_stop(callback: Callable[[Any], object], item: Any) -> bool:
         return True
     words = answer if isinstance(answer, str) else ""
     if words not in ("", "stop"):
-        raise UsageError(f"the callback returned {shortened(repr(words))}; only 'stop' has a meaning")
+        raise UsageError(
+            f"the callback returned {shortened(repr(words))}; only 'stop' has a meaning"
+        )
     return bool(words)
 
 

@@ -27,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from nnmpi.base.errors import ScheduleError, UsageError, counted, raised_as, shortened
+from nnmpi.base.errors import ScheduleError, UsageError, raised_as, shortened
 from nnmpi.base.files import foreign, read_text, write_text
 from nnmpi.base.picture import Arrow, Bar, Picture
 from nnmpi.comm.collective import Chunks, Collective, runs
@@ -236,7 +236,7 @@ class GoalProgram:
                 case _ if given:
                     self._refuse(number, next(filter(None, map(RULES.get, given))))
         if is_open or not 0 < self.ranks == rank + 1:
-            self._refuse(-1, f"is the end, after {rank + 1 - is_open} of {counted(self.ranks, 'rank')}")
+            self._refuse(-1, f"is the end, after {rank + 1 - is_open} of {self.ranks} ranks")
         for posted in channels.values():
             for send, recv in zip_longest(*posted):
                 last = self.operations[send if recv is None else recv]

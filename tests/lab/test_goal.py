@@ -102,7 +102,7 @@ BAD = {
     "rank 0 {\n}": "line 1: 'rank 0 {' is not the next rank, below num_ranks",
     "num_ranks 2\nnum_ranks 2": "line 2: 'num_ranks 2' is not the first line",
     "num_ranks 2\nrank 0 {\n}": "line 3: '}' is the end, after 1 of 2 ranks",
-    "num_ranks 1\nrank 0 {": "is the end, after 0 of 1 rank",
+    "num_ranks 1\nrank 0 {": "is the end, after 0 of 1 ranks",
     "num_ranks 2\nrank 0 {\nrank 1 {": "line 3: 'rank 1 {' is not the next",
     "num_ranks 1\nrank 1 {": "is not the next",
     "num_ranks 1\n}": "ends no rank",
