@@ -7,6 +7,7 @@ import shlex
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NoReturn
 
 import numpy as np
@@ -100,7 +101,8 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
         (tp, sp): ShareCost(1.1 / tp / sp, (("all-reduce", "tp" if tp > 1 else "sp", 32.0, 9),))
         for tp, sp in shares_of(ranks)
     }
-    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size, piped_s=1e-3)
+    piped_s = {("gpipe", 1): 1e-3, ("gpipe", 4): 4e-3, ("zero-bubble", 1): 3e-3}
+    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size, piped_s=piped_s)
 
 
 @cache
@@ -110,11 +112,11 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
     """
 
     def more(record: Any) -> Any:
-        return (
-            replace(record, **{name: factor * getattr(record, name)})
-            if hasattr(record, name)
-            else record
-        )
+        if not hasattr(record, name):
+            return record
+        old = getattr(record, name)
+        many = {key: factor * old[key] for key in old} if isinstance(old, dict) else factor * old
+        return replace(record, **{name: many})
 
     work, times = workload(), made_up(ranks)
     steps = {rows: more(cost) for rows, cost in times.steps.items()}
@@ -168,6 +170,17 @@ def test_each_measured_number_is_in_the_prices_that_it_belongs_to(field, dearer,
         assert other.price(item).seconds > plain.price(item).seconds, item
     for item in unchanged:
         assert other.price(item).seconds == pytest.approx(plain.price(item).seconds), item
+
+
+def test_a_microbatch_s_own_time_is_that_of_its_rows_and_halves():
+    """By a line through what was measured, of a batch of 16."""
+    parts = [
+        [pricer(4, 4).price(replace(STAGES, pipeline=name, microbatches=n)) for n in (16, 4, 2)]
+        for name in ("gpipe", "zero-bubble")
+    ]
+    for prices, own_s in zip(parts, ([1e-3, 4e-3, 8e-3], [3e-3, 12e-3, 24e-3]), strict=True):
+        for price, count, seconds in zip(prices, (16, 4, 2), own_s, strict=True):
+            assert price.computing_s == pytest.approx(count * seconds, rel=0.2)
 
 
 def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take():
@@ -409,7 +422,8 @@ def test_a_step_s_parts_are_told_apart(monkeypatch):
         found = simulate(lambda group, n=ranks: profile.measure(work, group, n, []), ranks)[0]
         assert found.steps[256].seconds == pytest.approx(once_s + 256e-5)
         assert found.once_s == pytest.approx(once_s)
-        assert found.piped_s == pytest.approx(piped_s if ranks == 2 else 0.0)
+        piped = product(("gpipe", "zero-bubble"), (min(found.steps), 4 * min(found.steps)))
+        assert found.piped_s == pytest.approx(dict.fromkeys(piped if ranks == 2 else (), piped_s))
         assert found.zero_s.keys() == ({1, 2, 3} if ranks == 2 else set())
         few = workload(32, table, model="mlp", hidden=[8])
         machine = PlannedNetwork("nothing known", Machine.uniform(0.0, 0.0), ranks)

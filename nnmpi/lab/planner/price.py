@@ -79,6 +79,7 @@ from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
 END_S = 25e-6  # processor time of a pipeline's message at each end
+WHOLE, HALVED = "gpipe", "zero-bubble"  # pipelines that are measured: without and with W
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
@@ -269,6 +270,16 @@ class ShareCost:
     least_s: float = 1.0
 
 
+def at_rows(known: Mapping[int, float], rows: int) -> float:
+    """Return what is known for some numbers of rows for any, on a line through two of them."""
+    measured = sorted(known)
+    if len(measured) == 1:
+        return known[measured[0]] * rows / measured[0]
+    right = min(max(int(np.searchsorted(measured, rows)), 1), len(measured) - 1)
+    low, high = measured[right - 1], measured[right]
+    return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+
+
 @dataclass(frozen=True)
 class Profile:
     """The measurements of a workload.
@@ -281,8 +292,8 @@ class Profile:
         few: the same for the fewest rows in `steps`, of which calls take the most.
         raced: {layout as text: seconds of a step in a race}.
         once_s: the seconds of a step that it takes once, however many microbatches it has.
-        piped_s: the seconds of one more microbatch of the fewest rows in a pipeline of two ranks;
-            0 if it was not measured.
+        piped_s: {(schedule, rows): the seconds of one more microbatch of so many rows in a
+            pipeline of two ranks}; without those that are impossible.
         zero_s: {ZeRO stage: the seconds of its step beside computing, sums and update}, such as its
             meetings, on the ranks that measured.
         date: when it was measured.
@@ -296,21 +307,14 @@ class Profile:
     few: tuple[LayerCost, ...] = ()
     raced: Mapping[str, float] = field(default_factory=dict)
     once_s: float = 0.0
-    piped_s: float = 0.0
+    piped_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
     zero_s: Mapping[int, float] = field(default_factory=dict)
     date: str = ""
     busy: float = 0.0
 
     def step(self, rows: int, name: str) -> float:
         """Return a field of `StepCost` for any number of rows, interpolated linearly."""
-        known = {item: float(getattr(cost, name)) for item, cost in sorted(self.steps.items())}
-        if len(known) == 1:
-            ((only, value),) = known.items()
-            return value * rows / only
-        measured = list(known)
-        right = min(max(int(np.searchsorted(measured, rows)), 1), len(measured) - 1)
-        low, high = measured[right - 1], measured[right]
-        return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+        return at_rows({item: getattr(cost, name) for item, cost in self.steps.items()}, rows)
 
     def layer_s(self, rows: int, name: str) -> list[float]:
         """Return a time of each layer for any number of rows, interpolated linearly."""
@@ -324,7 +328,8 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, the inverse of `files.rebuilt`."""
         result = asdict(self)
-        return result | {name: list(result[name].items()) for name in ("steps", "shares", "zero_s")}
+        names = "steps", "shares", "zero_s", "piped_s"
+        return result | {name: list(result[name].items()) for name in names}
 
 
 # ---- prices ----
@@ -512,9 +517,10 @@ class Pricer:
         layer_s = self._layer_s(self._rows(candidate), "seconds")
         scale = self._computing(candidate) / (sum(layer_s) or 1.0)
         sent_s = self._seconds(self._sent(candidate)) / len(cuts)
+        part_s = self._part_s(Kind.W in schedule.kinds, self._rows(candidate))
         work = [
             scale * sum(layer_s[i] for i in cut)
-            + self._part_s / candidate.virtual_stages
+            + part_s / candidate.virtual_stages
             + sent_s
             + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
@@ -524,15 +530,22 @@ class Pricer:
         )
         return self.profile.once_s + most_s * candidate.microbatches, work
 
-    @cached_property
-    def _part_s(self) -> float:
+    def _part_s(self, halved: bool, rows: int) -> float:
         """The processor time of a pipeline's microbatch that its layers and messages do not take,
         however many stages a rank has.
+
+        Layers in a stage of their own take longer than in a whole step, where convolutions pass
+        their blocks on in the cache: by 0.4 of 2.7 ms, so it grows with the rows.
         """
-        profile, layer_s = self.profile, self._layer_s(min(self.profile.steps), "seconds")
-        most_s = max(sum(layer_s[i] for i in cut) for cut in self.shapes.cuts(2, 1))
-        step_s = profile.step(min(profile.steps), "seconds") - profile.once_s
-        return max(0.0, profile.piped_s - step_s * most_s / (sum(layer_s) or 1.0) - 2 * END_S)
+        extra_s = dict[int, float]()
+        for (name, count), piped_s in self.profile.piped_s.items():
+            if (name == HALVED) == halved:
+                layer_s = self._layer_s(count, "seconds")
+                most_s = max(sum(layer_s[i] for i in cut) for cut in self.shapes.cuts(2, 1))
+                step_s = self.profile.step(count, "seconds") - self.profile.once_s
+                expected_s = step_s * most_s / (sum(layer_s) or 1.0) + 2 * END_S
+                extra_s[count] = max(0.0, piped_s - expected_s)
+        return at_rows(extra_s, rows) if extra_s else 0.0
 
     def _pipeline(self, candidate: Candidate) -> tuple[Schedule, Costs, Lengths]:
         """Return a pipeline's schedule, its seconds, and the bytes of its messages."""

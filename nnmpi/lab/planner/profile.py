@@ -55,6 +55,8 @@ from nnmpi.data.loader import Batch
 from nnmpi.lab.measure import time_calls
 from nnmpi.lab.planner.network import QUICK, PlannedNetwork, Say
 from nnmpi.lab.planner.price import (
+    HALVED,
+    WHOLE,
     Candidate,
     ModelShapes,
     Pricer,
@@ -80,7 +82,7 @@ from nnmpi.train.config import Config, to_json
 from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 21  # of the cached profile; part of its key
+FORMAT = 22  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
@@ -385,27 +387,29 @@ def _measure_once(
     return max(0.0, (several * one_s - all_s) / (several - 1) - update_s)
 
 
-def _measure_piped(workload: Workload, rows: int, group: Group) -> float:
-    """Return the seconds of one more microbatch in a pipeline of two ranks; 0 if impossible."""
-    several = min(4 * SEVERAL, workload.batch_size // rows)
-    if group.size % 2 or several <= SEVERAL:
-        return 0.0
+def _measure_piped(workload: Workload, fewest: int, group: Group) -> dict[tuple[str, int], float]:
+    """Return a pipeline's part of a profile, of two ranks."""
+    result = dict[tuple[str, int], float]()
+    if group.size % 2 or workload.batch_size < 2 * SEVERAL * fewest:
+        return result
     pair = group.split(group.rank // 2)
-    try:
-        few_s, all_s = (
-            time_layout(
-                workload,
-                {"pp": 2, "pipeline": "gpipe", "batch_size": rows * n, "microbatches": n},
-                pair,
-                timed=group,
+    for pipeline, rows in product((WHOLE, HALVED), (fewest, SEVERAL * fewest)):
+        most = min(4 * SEVERAL, workload.batch_size // rows)
+        few = min(SEVERAL, most // 2)
+        options = {"pp": 2, "pipeline": pipeline}
+        with suppress(UsageError):  # a model that cannot be cut
+            few_s, all_s = (
+                time_layout(
+                    workload,
+                    options | {"batch_size": rows * n, "microbatches": n},
+                    pair,
+                    timed=group,
+                )
+                for n in (few, most)
             )
-            for n in (SEVERAL, several)
-        )
-    except UsageError:  # a model that cannot be cut
-        return 0.0
-    finally:
-        pair.free()
-    return max(0.0, (all_s - few_s) / (several - SEVERAL))
+            result[pipeline, rows] = max(0.0, (all_s - few_s) / (most - few))
+    pair.free()
+    return result
 
 
 def _measure_share(group: Group, workload: Workload, share: Share, rows: int) -> ShareCost | None:
