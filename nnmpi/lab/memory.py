@@ -33,6 +33,9 @@ from nnmpi.memory.plan import DIGITS, LayerCost, LayerCosts, Plan, PlanPrice, ke
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.train.build import build_model
+from nnmpi.train.config import Config, ModelConfig
+from nnmpi.train.inputs import SampleConfig
 
 PROGRAM = "nnmpi memory"
 # By model, if not MNIST's: the shape of a sample, and the classes; a gpt's context and tokens.
@@ -152,11 +155,6 @@ def _equal(count: int) -> list[LayerCost]:
 
 def _measured(name: str, batch: int) -> LayerCosts:
     """Return the measured costs of a model's layers."""
-    # imported here: plans of equal layers need no training
-    from nnmpi.train.build import build_model
-    from nnmpi.train.config import Config, ModelConfig
-    from nnmpi.train.inputs import SampleConfig
-
     shape, classes = SAMPLES.get(name, ((28, 28, 1), 10))
     config = ModelConfig(name, layers=8 if name == "gpt" else None)
     model = build_model(config, shape, classes).initialize(seed=0)
