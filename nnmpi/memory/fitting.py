@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from nnmpi.base.errors import UsageError
 from nnmpi.schedule.lower import offload
-from nnmpi.schedule.schedule import Schedule, peak_saved
+from nnmpi.schedule.schedule import Schedule, StageMemory, peak_saved
 
 
 class StageCost(NamedTuple):
@@ -62,18 +62,17 @@ def peak_of_stages(
         again: the stages that are recomputed.
         moved: those whose saved arrays are moved to a store meanwhile.
     """
-    waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
-    staying = {
-        number: waiting[number] + cost.outputs * (number + 1 not in costs)
-        for number, cost in costs.items()
-    }
-    saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
+    stages: dict[int, StageMemory] = {}
+    for number, cost in costs.items():
+        inputs = cost.inputs * (number > 0)
+        staying = inputs + cost.outputs * (number + 1 not in costs)
+        saved = staying + cost.inner
+        waiting = inputs if number in again else saved
+        rest = cost.work, cost.deferred, cost.finishing
+        stages[number] = StageMemory(saved, waiting, staying, *rest)
     if moved:  # not checked: many choices are tried
         schedule = offload(schedule, rank, moved)
-    left = {number: waiting[number] for number in again}
-    work = {number: cost.work for number, cost in costs.items()}
-    halves = {number: (cost.deferred, cost.finishing) for number, cost in costs.items()}
-    return peak_saved(schedule, rank, saved, left, staying, work, halves)
+    return peak_saved(schedule, rank, stages)
 
 
 class Savings(NamedTuple):

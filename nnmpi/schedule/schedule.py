@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from nnmpi.base.wings import Drawn
 
@@ -129,8 +128,6 @@ Item: TypeAlias = Instruction | Fused
 
 Program: TypeAlias = tuple[Item, ...]
 """The instructions of one rank, in order."""
-
-N = TypeVar("N", int, float)
 
 
 def parts(item: Item) -> Instructions:
@@ -255,50 +252,58 @@ class Schedule(Drawn):
         return replace(self, programs=tuple(map(tuple, programs)))
 
 
+class StageMemory(NamedTuple):
+    """What a microbatch takes of a stage's memory.
+
+    Attributes:
+        saved: from the forward to the end of the backward.
+        waiting: from the forward to the backward; less than `saved` for a stage that is recomputed.
+        staying: what of it stays in memory while the rest is moved to a store.
+        work: what the stage takes besides while it computes.
+        deferred: how much more it has between a backward's halves.
+        finishing: what the second half takes besides.
+    """
+
+    saved: float = 0
+    waiting: float = 0
+    staying: float = 0
+    work: float = 0
+    deferred: float = 0
+    finishing: float = 0
+
+
+_NOTHING = StageMemory()
+
+
 def peak_activations(schedule: Schedule, rank: int) -> int:
     """Return a rank's peak number of saved activations, one per stage and microbatch."""
-    return peak_saved(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
+    return int(
+        peak_saved(schedule, rank, dict.fromkeys(schedule.stages_of(rank), StageMemory(1, 1)))
+    )
 
 
-def peak_saved(
-    schedule: Schedule,
-    rank: int,
-    saved: Mapping[int, N],
-    waiting: Mapping[int, N] = MappingProxyType({}),
-    staying: Mapping[int, N] = MappingProxyType({}),
-    work: Mapping[int, N] = MappingProxyType({}),
-    halves: Mapping[int, tuple[N, N]] = MappingProxyType({}),
-) -> N:
-    """Return a rank's peak of activations, weighted by each stage's size.
+def peak_saved(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
+    """Return the peak of what a rank's stages take of its memory.
 
     With halved backwards, an activation is saved until W. Without backwards none is saved after its
     forward.
-
-    Args:
-        saved: by stage.
-        waiting: of the stages that are recomputed, what is saved from the forward to the backward.
-        staying: of the stages that are moved to a store, what stays in memory.
-        work: what a stage takes besides while it computes.
-        halves: how much more it has between a backward's halves, and what the second one takes.
     """
     trains = schedule.trains
-    now: N = 0
-    most: N = 0
+    now: float = 0
+    most: float = 0
     for instruction in schedule.instructions(rank):
-        kind, whole = instruction.kind, saved.get(instruction.stage, 0)
-        until = waiting.get(instruction.stage, whole)
+        kind, stage = instruction.kind, stages.get(instruction.stage, _NOTHING)
         if kind is Kind.F:
-            now += until
+            now += stage.waiting
         elif kind in (Kind.B, Kind.I):
-            now += whole - until
+            now += stage.saved - stage.waiting
         elif kind in (Kind.DROP, Kind.IN):
-            gone = whole - staying.get(instruction.stage, 0)
+            gone = stage.saved - stage.staying
             now += gone if kind is Kind.IN else -gone
-        extra = work.get(instruction.stage, 0) if kind in COMPUTE else 0
-        more, finishing = halves.get(instruction.stage, (0, extra))
-        most = max(most, now + (finishing if kind is Kind.W else extra))
+        extra = stage.work if kind in COMPUTE else 0
+        most = max(most, now + (stage.finishing if kind is Kind.W else extra))
         if kind in (Kind.I, Kind.W):
-            now += more if kind is Kind.I else -more
+            now += stage.deferred if kind is Kind.I else -stage.deferred
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
-            now -= whole if trains else until
+            now -= stage.saved if trains else stage.waiting
     return most
