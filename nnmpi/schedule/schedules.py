@@ -7,7 +7,7 @@ here and add its name to `SCHEDULES`: the options, the planner and the tests the
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError, UsageError, check_int
@@ -299,9 +299,7 @@ def make(
         >>> [" ".join(map(str, program)) for program in schedule.programs]
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
     """
-    name = named(name)
-    if isinstance(name, str) and name not in SCHEDULES:
-        raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    name, more = named(name), tuple[Any, ...]()
     for noun, number in (
         ("ranks", ranks),
         ("microbatches", microbatches),
@@ -309,33 +307,32 @@ def make(
     ):
         check_int(f"a schedule's number of {noun}", number)
     home = home or home_of(name)
-    more = (
-        {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())
-        if isinstance(name, str)
-        else ()
-    )
-    if isinstance(name, str) and not more and virtual != usual_stages(name):
-        local = "two stages" if usual_stages(name) > 1 else "one stage"
-        raise UsageError(
-            f"{name_of(name)} has {local} on each rank, not {virtual}; for several choose"
-            f" {INTERLEAVED}"
-        )
+    if isinstance(name, str):
+        if name not in SCHEDULES:
+            raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        more = {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())
+        if not more and virtual != usual_stages(name):
+            local = "two stages" if usual_stages(name) > 1 else "one stage"
+            raise UsageError(
+                f"{name_of(name)} has {local} on each rank, not {virtual}; for several choose"
+                f" {INTERLEAVED}"
+            )
     rule = SCHEDULES[name] if isinstance(name, str) else name
     programs = tuple(
         call_user(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
     if callable(name):
         virtual, home = _stages(programs)
-    valid = (range(ranks * virtual), {None, *range(microbatches)})
-    for item in chain.from_iterable(programs if callable(name) else ()):
-        numbers = zip((item.stage, item.microbatch), valid, strict=True)
-        if type(item.kind) is not Kind or any(
-            type(x) is float or x not in values for x, values in numbers
-        ):
-            raise ScheduleError(
-                f"{name_of(name)}: {item} does not belong in {ranks} stages and {microbatches}"
-                " microbatches"
-            )
+        valid = (range(ranks * virtual), {None, *range(microbatches)})
+        for item in chain.from_iterable(programs):
+            numbers = zip((item.stage, item.microbatch), valid, strict=True)
+            if type(item.kind) is not Kind or any(
+                type(x) is float or x not in values for x, values in numbers
+            ):
+                raise ScheduleError(
+                    f"{name_of(name)}: {item} does not belong in {ranks} stages and {microbatches}"
+                    " microbatches"
+                )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)
 
 
