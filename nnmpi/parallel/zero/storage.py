@@ -881,6 +881,7 @@ def predict_bytes(
         units: see `ShardedStorage`.
     """
     cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    runs = [*(unit.parameters for unit in cut), shared]
     order = [item for item in model.parameters() if not item.rank_local]
 
     last = {*order[-1:]} if stage < 2 else set()  # has the room of `FlatStorage.tail`
@@ -888,27 +889,21 @@ def predict_bytes(
     def length(parameters: Sequence[Parameter]) -> int:
         return sum(aligned(item.size + TAIL * (item in last), itemsize) for item in parameters)
 
-    lengths = [length(unit.parameters) for unit in cut]
-    shared_length = length(shared)
-    full = (length(order) if stage != 1 else sum(lengths) + shared_length) * itemsize
+    *lengths, rest = [length(parameters) * itemsize for parameters in runs]
+    full = sum(lengths) + rest if stage == 1 else length(order) * itemsize
     own = length([item for item in model.parameters() if item.rank_local]) * itemsize
     pieces = [
         length([item for item in parameters if item.room == room])
-        for parameters in [*(unit.parameters for unit in cut), shared]
+        for parameters in runs
         for room in {item.room for item in parameters}
     ]
     local = sum(len(part(length, size, rank)) for length in pieces) * itemsize
-    scratch = (max(lengths, default=0) + shared_length) * itemsize
-    slots = (
-        0
-        if is_node_shared
-        else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize
-        + shared_length * itemsize
-    )
+    scratch = max(lengths, default=0) + rest
+    slots = 0 if is_node_shared else sum(max(lengths[i::2], default=0) for i in (0, 1)) + rest
     return StateBytes(
         own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
         own + (local if stage >= 2 else full),
         (own + (local if stage else full)) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
-        tuple(length * itemsize for length in (*lengths, shared_length) if length),
+        tuple(filter(None, (*lengths, rest))),
     )
