@@ -97,6 +97,13 @@ grep -l accuracy lr-*/finished.json""",
         r"lr-0/(.|\n)*lr-1/",
     ),
     (
+        "comm fit, and plan, of three nodes",
+        """export NNMPI_DATA=$PWD/data OMP_NUM_THREADS=1
+$srun -N 3 -n 3 $nnmpi comm fit
+$srun -N 3 -n 3 $nnmpi plan --dataset digits --model mlp --batch-size 96 --no-jit""",
+        r"3 ranks on 3 nodes(.|\n)*all-reduces of steps took(.|\n)*messages: fitted to",
+    ),
+    (
         "start or resume, requeued",
         f"""cat >again.sh <<END
 #!/bin/sh

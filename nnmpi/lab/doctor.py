@@ -31,7 +31,7 @@ from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.base.command import read_command, say
 from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks, shortened
 from nnmpi.base.files import is_locked, parse_json, read_json, read_text
-from nnmpi.base.launcher import read_launch, usable_cores
+from nnmpi.base.launcher import read_launch, start_words, usable_cores
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> str:
     by_rank = inspect_machine(group)
     faults = find_faults(by_rank)
     end = f"{counted(len(faults), 'problem')}" if faults else "nothing is slow or wrong"
-    tried = f"to compare the ranks with one: mpirun -n {max(2, group.size)} nnmpi verify"
+    tried = f"to compare the ranks with one: {start_words(max(2, group.size))} nnmpi verify"
     return "\n".join(
         [*describe(by_rank), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
     )

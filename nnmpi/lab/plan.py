@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from nnmpi.base.command import as_words, check_numbers, require
 from nnmpi.base.errors import counted
+from nnmpi.base.launcher import start_words
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
@@ -221,7 +222,7 @@ def describe(search: LayoutSearch, raced: Mapping[str, float]) -> Iterator[str]:
 
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
     """Return the shell command that trains with a layout."""
-    words = [f"mpirun -n {ranks} nnmpi train"]
+    words = [f"{start_words(ranks)} nnmpi train"]
     words += starmap(as_words, {**asked.given, **layout}.items())
     if asked.samples.shape is not None:
         words.append("--dataset DATA")

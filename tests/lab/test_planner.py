@@ -45,6 +45,7 @@ from nnmpi.schedule.schedules import TURNING, usual_stages
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
+from tests.base.test_launcher import SLURM
 
 CONTEXT, TOKENS = 8, 12
 PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
@@ -577,7 +578,7 @@ def test_wrong_words_of_the_plan_are_refused(words, text):
         plan.parse(words.split())
 
 
-def test_the_command_that_is_printed_is_one_for_a_shell():
+def test_the_command_that_is_printed_is_one_for_a_shell(monkeypatch):
     given = shlex.split(
         "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
     )
@@ -588,6 +589,9 @@ def test_the_command_that_is_printed_is_one_for_a_shell():
         plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2})
     )
     assert parse([*words[5:-2], "--dataset", "text"]).model.context == 8
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert plan.train_command(plan.parse(given), 2, {}).startswith("srun -n 2 nnmpi train")
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
