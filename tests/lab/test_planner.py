@@ -345,8 +345,8 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "typical_s", lambda *_: took[0])
     said = []
 
-    def take(batch_size: int = 16, again: bool = False) -> Profile:
-        other = workload(batch_size, table, model="mlp", hidden=[8])
+    def take(batch_size: int = 16, again: bool = False, **options) -> Profile:
+        other = workload(batch_size, table, model="mlp", hidden=[8], **options)
 
         def find(group: Group) -> Profile:
             return find_profile(other, group, 2, said.append, again)[0]
@@ -375,8 +375,11 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     measured.append(1)
     assert len([*tmp_path.glob("profile-*.json")]) == 1
     (file,) = tmp_path.glob("profile-*.json")
-    take(8)
-    assert len(measured) == 2
+    others = {"batch_size": 8}, {"ema": 0.9}, {"loss": "mse"}, {"label_smoothing": 0.1}
+    for other in others:
+        take(**other)
+    assert len(measured) == 1 + len(others)
+    del measured[2:]
     for damage in ("{", "[]", json.dumps({**json.loads(file.read_text()), "steps": [1]})):
         file.write_text(damage)
         take()

@@ -173,10 +173,11 @@ class Workload:
             "model": to_json(config.model),
             "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
             "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
-            "optimizer": [options.optimizer, options.momentum, config.numerics.clip],
+            "optimizer": [options.optimizer, options.momentum, bool(options.weight_decay)],
+            "loss": [options.loss, bool(options.class_weights), options.label_smoothing > 0],
             "numbers": [
                 config.run.dtype,
-                config.numerics.precision,
+                to_json(config.numerics),
                 config.run.jit,
                 self.backend.name,
             ],
