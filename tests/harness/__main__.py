@@ -2,9 +2,9 @@
 
 Tests on simulated ranks (see `simulated`) are serial, too.
 
-Without options, tests marked slow are left out, and half of the cases of a test that has many. MPI
-tests of messages and collectives run on 2, 3 and 4 ranks, other MPI tests on one of these, dealt
-out by name, and each simulated test on one of 12 numbers of ranks. Several runs go at once.
+Without options, tests marked slow are left out, and most cases of a test that has many. MPI tests
+of messages and collectives run on 2, 3 and 4 ranks, other MPI tests on one of these, dealt out by
+name, and each simulated test on one of 12 numbers of ranks. Several runs go at once.
 
 --all adds the slow tests. MPI tests of messages and collectives then run on 1, 2, 3, 4, 6 and 8
 ranks, the others on one of these except 1. --rest runs only what --all adds.

@@ -1,8 +1,8 @@
 """What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
 runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs, and half of the cases of a test that
-has many, told by their names. Most MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks,
+Slow tests are left out where a quicker one of the kind runs, and three quarters of the cases of a
+test that has many, told by their names. Most MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks,
 told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of messages themselves run on 2, 3
 and 4, and with --all on 6 or 8, too. For simulated ranks, on which most of what they try is tried
 on other numbers, see `simulated`.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
-CASES = 8  # of a test that has no more, all run
+CASES = 6  # of a test that has no more, all run
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")
@@ -58,7 +58,7 @@ def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = Fal
 
 
 def beyond(
-    tests: Iterable[pytest.Item], most: Callable[[int], int] = lambda count: max(CASES, count // 2)
+    tests: Iterable[pytest.Item], most: Callable[[int], int] = lambda count: max(CASES, count // 4)
 ) -> list[pytest.Item]:
     """Return the cases of each test beyond so many, which are told by their names."""
     cases: dict[str, dict[str, list[pytest.Item]]] = {}

@@ -16,7 +16,7 @@ KERNELS = "compiles kernels from the beginning"
 GROWTH = "hundreds of steps, to see memory grow"
 PAGES_WRITTEN = "writes pages, as scripts/docs does"
 MORE_PRECISIONS = "more precisions, like those that ran"
-MORE_CASES = "more cases of a test of many, half of which ran"
+MORE_CASES = "more cases of a test of many, a quarter of which ran"
 MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
 
