@@ -36,14 +36,6 @@ def test_buckets(sizes, limit):
         assert total + sizes[group.start] > limit
 
 
-def test_examples():
-    """Those of the documentation."""
-    assert [list(piece) for piece in split(10, 4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
-    assert [list(group) for group in buckets([3, 4, 2, 9, 1], 7)] == [[0, 1], [2], [3], [4]]
-    assert split(0, 2) == (range(0), range(0))
-    assert buckets([], 1) == ()
-
-
 @pytest.mark.parametrize(
     "make, words",
     [

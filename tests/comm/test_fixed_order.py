@@ -91,13 +91,6 @@ def test_in_order_few_arrays_are_kept(leaves):
         )
 
 
-def test_the_picture_in_the_documentation():
-    tree = SumTree(5)
-    for leaf in (0, 1, 2, 4):
-        tree.push(leaf, np.ones(1))
-    assert [list(covered(block, 5)) for block in tree.blocks] == [[0, 1], [2], [4]]
-
-
 @pytest.mark.parametrize(
     "leaf, array, kind, words",
     [

@@ -57,22 +57,6 @@ def test_ranks_on_any_nodes(pp, tp, data):
     ]
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
-def test_even_nodes_keep_the_order_of_the_ranks(replicas, pp, tp, many):
-    """When each node has whole replicas, in the order of the ranks, nothing is moved."""
-    item = replicas * pp * tp
-    nodes = tuple(node for node in range(many) for _ in range(item))
-    mesh = Mesh(replicas * many, pp, tp, nodes)
-    assert mesh.groups("pp", "tp") == Mesh(replicas * many, pp, tp).groups("pp", "tp")
-
-
-def test_ranks_dealt_in_turn_are_sorted_by_node():
-    """Also the replicas: those of one node stand together, as a ring over them wants it."""
-    assert Mesh(4, 1, 1, (0, 1, 0, 1)).groups("dp") == [[0, 2, 1, 3]]
-    assert Mesh(1, 4, 1, (0, 1, 0, 1)).groups("pp") == [[0, 2, 1, 3]]
-    assert Mesh(1, 2, 2, (5, 4, 5, 4)).groups("tp") == [[0, 2], [1, 3]]
-
-
 def test_thousands_of_ranks():
     """On nodes of 64 ranks, dealt in turn; and a prime number of them."""
     nodes = tuple(rank % 128 for rank in range(8192))

@@ -195,7 +195,10 @@ def row(setup: str, mode: str, name: str) -> Any:
     """Return a layout's parameters; on how many ranks it can be, and whether it is like others."""
     few, more = pytest.mark.needs_ranks(4, 8), pytest.mark.slow(MORE_LAYOUTS)
     return pytest.param(
-        setup, mode, name, marks=[few] * (2 in MIXES[name][0]) + [more] * (mode == FLOAT64 and setup != "cnn")
+        setup,
+        mode,
+        name,
+        marks=[few] * (2 in MIXES[name][0]) + [more] * (mode == FLOAT64 and setup != "cnn"),
     )
 
 

@@ -2,10 +2,10 @@
 runs what is left.
 
 Slow tests are left out where a quicker one of the kind runs, and three quarters of the cases of a
-test that has many, told by their names. Most MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks,
-told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of messages themselves run on 2, 3
-and 4, and with --all on 6 or 8, too. For simulated ranks, on which most of what they try is tried
-on other numbers, see `simulated`.
+test that has many, told by their names. Most MPI tests are dealt out: each runs on one of 2, 3 and
+4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of messages themselves
+run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which most of what they
+try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
