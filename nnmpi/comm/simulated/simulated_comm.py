@@ -801,15 +801,8 @@ class SimulatedComm(Closing):
         number, ranks = self._exchange(name, (color, key), make)
         return type(self)(self._board, self.world, self._local, ranks, number)
 
-    def _exchange(
-        self,
-        name: str,
-        value: Any,
-        make: Callable[[list[Any]], Any],
-        *words: Any,
-        nbytes: int = 0,
-    ) -> Any:
-        request = self._join((name, *words), value, nbytes, make)
+    def _exchange(self, name: str, value: Any, make: Callable[[list[Any]], Any]) -> Any:
+        request = self._join((name,), value, 0, make)
         self.wait_all([request])
         return request.result
 
