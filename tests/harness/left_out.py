@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
-CASES = 6  # of a test that has no more, all run
+CASES = 8  # of a test that has no more, all run
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")

@@ -79,7 +79,7 @@ def test_pipedream_records_its_staleness(group, train):
     if group.size == 1:
         return
     folder, lines = train(
-        pp=group.size, model="resnet", pipeline="pipedream", lr=1e-3, max_steps=3, log_every=1
+        pp=group.size, model="mlp", pipeline="pipedream", lr=1e-3, max_steps=3, log_every=1
     )
     right = True
     if group.is_root:

@@ -86,6 +86,7 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group, tmp_path, name):
     ranks, words = LAYOUTS[name]
     if group.size != ranks:
         return
+    words += " --model mlp" * ("pp" not in words)
     job = Path(group.share(str(tmp_path / "job")))
     main([*SHORT.split(), *words.split(), "--out", str(job)], group)
     result = group.is_root and arrays(simulated(tmp_path, f"{SHORT} {words}", ranks, seed=1))
@@ -124,18 +125,10 @@ def test_the_seed_decides(words, cpu_factor, tmp_path):
 
 def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path):
     """Its folder is that of any run."""
-    run = simulated(
-        tmp_path,
-        "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant",
-        3,
-    )
+    words = "--model mlp --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant"
+    run = simulated(tmp_path, f"--epochs 2 {words}", 3)
     full = arrays(run)
-    half = simulated(
-        tmp_path,
-        "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --lr-schedule"
-        " constant",
-        3,
-    )
+    half = simulated(tmp_path, f"--epochs 2 --max-steps 4 {words}", 3)
     on_ranks(main, ["--resume", str(half), "--max-steps", "None"], 3, seed=5)
     assert arrays(half) == full
     on_ranks(

@@ -118,7 +118,7 @@ def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
 
     words = (
         f"--model net.py:{'awake' if stopped else 'computing'} --dataset iris --no-jit "
-        f"--epochs {4000 if stopped else 40} --out {tmp_path}/run --stall-limit 6"
+        f"--epochs {4000 if stopped else 6} --out {tmp_path}/run --stall-limit 6"
         " --log-every 1"
     )
     begun = once(lambda: lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
