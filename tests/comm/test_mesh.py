@@ -21,7 +21,7 @@ def on_one_node(mesh: Mesh, *axes: str) -> int:
     return sum(len({nodes[rank] for rank in group}) == 1 for group in mesh.groups(*axes))
 
 
-def check(mesh: Mesh) -> None:
+def check(mesh: Mesh):
     """Every rank has one place."""
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size

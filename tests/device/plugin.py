@@ -54,7 +54,7 @@ SAME += tuple(f"train/test_{name}.py" for name in ("simulated", "stall"))
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     """Add --backend."""
     parser.addoption(
         "--backend",
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Put the double in place before any test module is read."""
     words = "host_only(reason): runs on the host, whatever --backend says"
     config.addinivalue_line("markers", words)
@@ -83,7 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 class Everywhere:
     """The tests, on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         moved = [name for name in SAME if not (TESTS_FOLDER / name).exists()]
         assert not moved, f"tests/device/plugin.py leaves out what is not there: {moved}"
         cupy = library.load()
@@ -101,9 +101,7 @@ class Everywhere:
         self._put_backend()
         self._put_uploads()
 
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
         """Note which tests stay on the host; --quick leaves them out, as any other run has them,
         and many cases.
         """
@@ -117,7 +115,7 @@ class Everywhere:
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any):
         """Say how many tests stay on the host, and why."""
         for words in sorted(set(self._host_only)):
             terminalreporter.write_line(f"host only {self._host_only.count(words)}: {words}")
@@ -140,7 +138,7 @@ class Everywhere:
             frame = frame.f_back
         return frame is not None and is_tests(frame)
 
-    def _put_backend(self) -> None:
+    def _put_backend(self):
         """Let the engine's default be the device."""
         plain = backends.numpy_backend
 
@@ -151,11 +149,11 @@ class Everywhere:
             if getattr(item, "numpy_backend", None) is plain:
                 item.numpy_backend = numpy_backend  # type: ignore[attr-defined]
 
-    def _put_uploads(self) -> None:
+    def _put_uploads(self):
         """Upload what a test gives to a tensor or an operation."""
         make, apply = Tensor.__init__, Function.__call__
 
-        def make_tensor(tensor: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+        def make_tensor(tensor: Any, data: Any, *args: Any, **kwargs: Any):
             if self._on and is_tests(sys._getframe(1)):
                 if isinstance(data, np.ndarray):
                     data = self._upload(data)

@@ -58,7 +58,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
 
     @settings(max_examples=10)
     @given(row.cases)
-    def same(case: Any) -> None:
+    def same(case: Any):
         assert not apart(
             Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0
         )
@@ -66,7 +66,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
     same()
 
 
-def replay(sample: Sample, device: Backend) -> None:
+def replay(sample: Sample, device: Backend):
     """Compare a call's replays with it; where products lie elsewhere, they may add up in another
     order.
     """
@@ -91,7 +91,7 @@ def test_every_function_replays(device, row):
 
     @settings(max_examples=5)
     @given(row.cases)
-    def same(case: Any) -> None:
+    def same(case: Any):
         replay(Sample(row.public, "drawn", case.function, case.inputs), device)
 
     same()

@@ -190,7 +190,7 @@ def table(suites: list[Suite], seconds: float) -> str:
     return "\n".join([*lines, f"{totals[PASSED]} passed, {totals[FAILED]} failed", ""])
 
 
-def _say(text: str) -> None:
+def _say(text: str):
     sys.stdout.write(text)
     sys.stdout.flush()
 

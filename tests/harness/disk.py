@@ -61,7 +61,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         operations: how many there were so far.
     """
 
-    def __init__(self, root: Path, draws: Random, dies_at: int = 0, full_at: int = 0) -> None:
+    def __init__(self, root: Path, draws: Random, dies_at: int = 0, full_at: int = 0):
         self.root, self.operations = os.path.abspath(root), 0
         self._draws, self._dies_at, self._full_at = draws, dies_at, full_at
         self._acts: list[_Act] = []
@@ -84,12 +84,12 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             setattr(module, name, self._guarded(work, getattr(module, name)))
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, *failure: object):
         """Give them back."""
         while self._before:
             setattr(*self._before.pop())
 
-    def lose(self) -> None:
+    def lose(self):
         """Lose some of what was not brought to the disk, after the end of all."""
         done: dict[str, list[_Act]] = {}
         for act in self._acts:
@@ -142,7 +142,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return True
 
-    def _die(self) -> None:
+    def _die(self):
         world = clock._clock.get()
         assert isinstance(world, SimulatedWorld)
         world._scheduler.begin_call(world._local)
@@ -173,7 +173,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             stream.write(data)
         return len(data)
 
-    def _fsync(self, real: Any, place: str, number: int) -> None:
+    def _fsync(self, real: Any, place: str, number: int):
         if not self._begin(writes=False):
             return
         if os.path.isdir(place):
@@ -181,7 +181,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         else:
             self._safe_bytes.pop(place, None)
 
-    def _rename(self, real: Any, place: str, path: Any, target: Any, **at: int) -> None:
+    def _rename(self, real: Any, place: str, path: Any, target: Any, **at: int):
         if not self._begin(writes=False):
             return
         aim = os.path.join(os.path.dirname(place), target) if at else os.path.abspath(target)
@@ -190,18 +190,18 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         self._move(place, aim)
         self._acts.append(_Act("rename", aim, place, before))
 
-    def _mkdir(self, real: Any, place: str, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _mkdir(self, real: Any, place: str, path: Any, *args: Any, **kwargs: Any):
         if self._begin():
             real(path, *args, **kwargs)
             self._acts.append(_Act("create", place))
 
-    def _remove(self, real: Any, place: str, path: Any, **at: int) -> None:
+    def _remove(self, real: Any, place: str, path: Any, **at: int):
         if self._begin(writes=False):
             before = read_tree(place)
             real(path, **at)
             self._acts.append(_Act("remove", place, before=before))
 
-    def _rmtree(self, real: Any, place: str, path: Any, **how: Any) -> None:
+    def _rmtree(self, real: Any, place: str, path: Any, **how: Any):
         """Remove file by file, and be killed between two of them."""
         for folder, _, names in os.walk(place, topdown=False):
             for name in names:
@@ -212,7 +212,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 
     # ---- what is not safe ----
 
-    def _settle(self, place: str) -> None:
+    def _settle(self, place: str):
         """Let be safe what was done in a folder. What was in a folder that is gone from there comes
         back no more.
         """
@@ -230,7 +230,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
                 saved.append(act)
         self._acts = saved
 
-    def _move(self, source: str, target: str) -> None:
+    def _move(self, source: str, target: str):
         """Let what is known of a place go with it to another one."""
 
         def moved(path: str) -> str:
@@ -244,7 +244,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             act.path, act.source = moved(act.path), moved(act.source) if act.source else ""
         self._safe_bytes = {moved(path): safe for path, safe in self._safe_bytes.items()}
 
-    def _undo(self, act: _Act) -> None:
+    def _undo(self, act: _Act):
         with suppress(OSError):
             if act.kind == "rename":
                 os.rename(act.path, act.source)
@@ -258,7 +258,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 class _Stream:
     """A file open for writing, without a buffer: a killed program's is lost anyway."""
 
-    def __init__(self, stream: Any, disk: FaultyDisk) -> None:
+    def __init__(self, stream: Any, disk: FaultyDisk):
         self._stream, self._disk = stream, disk
         self.fileno, self.close, self.tell, self.truncate = (
             stream.fileno,
@@ -271,10 +271,10 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, *failure: object):
         self.close()
 
-    def flush(self) -> None:
+    def flush(self):
         """Do nothing."""
 
     def write(self, content: Any) -> int:
@@ -294,7 +294,7 @@ def read_tree(place: str) -> Tree | None:
     return result
 
 
-def write_tree(place: str, tree: Tree) -> None:
+def write_tree(place: str, tree: Tree):
     """Put a tree back where it was."""
     for name, content in tree.items():
         path = Path(place, name)

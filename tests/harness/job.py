@@ -111,7 +111,7 @@ def run(
     return ending
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]):
     """End the process, if it still runs, and whatever it left in its session."""
     if process.poll() is None:
         process.terminate()

@@ -50,7 +50,7 @@ def start_quietly() -> Any:
     return world
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     """Add --quick, --deal and --but-plain."""
     parser.addoption(
         "--quick", action="store_true", help="leave out the tests that are marked slow"
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
+def pytest_cmdline_main(config: pytest.Config):
     """Give each rank a place of its own for temporary files: pytest's shared one is tidied by all
     ranks at once.
     """
@@ -101,7 +101,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Find this rank's place, and register what it needs there."""
     # else runs measure how many are fastest, and bits differ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -170,7 +170,7 @@ class Recorder:
     few again.
     """
 
-    def __init__(self, writer: records.Writer, folder: Path) -> None:
+    def __init__(self, writer: records.Writer, folder: Path):
         self._writer = writer
         self._is_wanted = records.read_plan(folder)
         self._outcome = records.PASSED
@@ -178,9 +178,7 @@ class Recorder:
         self._begin_s = 0.0
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
         """Leave out what is done, and what is not for this run where that is asked for."""
         launch = read_launch(os.environ)
         ranks = 1 if launch is None else launch.size
@@ -196,13 +194,13 @@ class Recorder:
             config.hook.pytest_deselected(items=others)
             items[:] = saved
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid: str):
         """Note that the test has begun."""
         self._outcome, self._reason, self._begin_s = records.PASSED, "", _cpu_s()
         self._writer.write(nodeid, records.STARTED)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport):
         """Note a failure at once, because the guard may end the process right after."""
         if report.failed:
             self._outcome = records.FAILED
@@ -213,17 +211,17 @@ class Recorder:
                 report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
             )
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport):
         """Note a file that is left out as a whole."""
         if report.skipped and isinstance(report.longrepr, tuple):
             self._writer.write(report.nodeid, records.SKIPPED, report.longrepr[2])
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str):
         """Note the outcome."""
         if self._outcome != records.FAILED:
             self._writer.write(nodeid, self._outcome, self._reason, _cpu_s() - self._begin_s)
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int):
         """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as
         good.
         """
@@ -242,7 +240,7 @@ class Sharer:
     it.
     """
 
-    def __init__(self, claims: str) -> None:
+    def __init__(self, claims: str):
         self._claims = claims
 
     @pytest.hookimpl(tryfirst=True)
@@ -281,7 +279,7 @@ class Guard:
         is_shared: whether other ranks' words go there too.
     """
 
-    def __init__(self, world: Any, descriptor: int, is_shared: bool) -> None:
+    def __init__(self, world: Any, descriptor: int, is_shared: bool):
         self._world = world
         self._is_shared = is_shared
         self._descriptor = descriptor
@@ -306,25 +304,25 @@ class Guard:
         return result
 
     @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport):
         """End all ranks when the test failed here."""
         if report.failed:
             self._failed(f"{report.nodeid} failed in its {report.when}", _words(report))
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport):
         """End all ranks when a file cannot be read here."""
         if report.failed:
             self._failed(f"{report.nodeid} cannot be collected", report.longreprtext)
 
-    def pytest_internalerror(self, excrepr: Any) -> None:
+    def pytest_internalerror(self, excrepr: Any):
         """End all ranks when pytest itself failed here."""
         self._failed("pytest failed", str(excrepr))
 
-    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]):
         """End all ranks when the session was broken off here."""
         self._failed("the session was broken off", str(excinfo.value))
 
-    def _meet(self) -> None:
+    def _meet(self):
         """Wait for the other ranks, so that every rank is always in the same test; sleep, as cores
         are few.
         """
@@ -334,13 +332,13 @@ class Guard:
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
 
-    def _failed(self, headline: str, text: str) -> None:
+    def _failed(self, headline: str, text: str):
         """Say what failed; end the job if there are other ranks."""
         self._say(f"{headline}\n{text}\n")
         if self._world.size > 1:
             self._abort()
 
-    def _hung(self, test: str, limit_s: float) -> None:
+    def _hung(self, test: str, limit_s: float):
         """Say where this rank is, give the others time to do the same, and end the job."""
         if self._has_met:
             self._say(f"{test} ended here; this rank waits for the others\n")
@@ -349,7 +347,7 @@ class Guard:
         time.sleep(1)
         self._abort()
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str):
         """Write the text in one piece, so that those of several ranks do not mix."""
         if self._is_shared:
             text = f"\nrank {self._world.rank} of {self._world.size}: {text}"

@@ -30,18 +30,18 @@ DEFAULT_LIMIT_S = 60.0
 class Writer:
     """One rank's records."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int):
         self.errors = folder / f"{rank}.err"
         self._log = folder / f"{rank}.log"
         self._ok = folder / f"{rank}.ok"
 
-    def write(self, test: str, outcome: str, reason: str = "", cpu_s: float = 0.0) -> None:
+    def write(self, test: str, outcome: str, reason: str = "", cpu_s: float = 0.0):
         """Add a line; it is on disk when this returns, should the rank be killed then."""
         line = {"test": test, "outcome": outcome, "reason": reason, "cpu_s": cpu_s}
         with self._log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def finish(self) -> None:
+    def finish(self):
         """Leave the proof that the session came to its end."""
         self._ok.touch()
 
@@ -91,7 +91,7 @@ def read(folder: Path, ranks: int) -> Records:
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks), cpu_s)
 
 
-def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None) -> None:
+def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None):
     """Tell the next run which tests to leave out, and, if not None, which ones alone to run."""
     (folder / "plan").write_text(json.dumps([list(done), only and list(only)]))
 

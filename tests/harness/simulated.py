@@ -72,14 +72,14 @@ class PerRank:
     given: dict[str, Any]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser):
     """Add --sizes."""
     parser.addoption(
         "--sizes", type=int, help="on how many of the numbers of ranks a simulated test runs (all)"
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Describe the marks."""
     for name, where in (
         ("simulated", "simulated ranks"),
@@ -91,14 +91,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item: pytest.Item):
     """Give a test of both worlds to pytest-mpi where there is MPI."""
     mark = item.get_closest_marker("both_worlds")
     if mark is not None and item.config.getoption("--with-mpi", default=False):
         item.add_marker(pytest.mark.mpi(min_size=mark.kwargs.get("min_size", 1)))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc):
     """Make a test of each number of ranks where there is no MPI."""
     marks = [
         metafunc.definition.get_closest_marker(name)
@@ -120,7 +120,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Leave out the numbers of ranks that a test is not dealt to."""
     if not _dealt_to(config):
         return
@@ -203,7 +203,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
-    def live(group: Group) -> None:
+    def live(group: Group):
         with ExitStack() as stack:
             values = _Values(group, stack)
             pyfuncitem.obj(**{name: values.of(name, item) for name, item in given.items()})
@@ -222,7 +222,7 @@ class _Values:
     and ended at last.
     """
 
-    def __init__(self, group: Group, stack: ExitStack) -> None:
+    def __init__(self, group: Group, stack: ExitStack):
         self._group, self._stack = group, stack
         self._made: dict[int, Any] = {}
 

@@ -82,7 +82,7 @@ class Suite:
         """Return the same tests, of which none has run."""
         return replace(self, say=say, claims=claims, outcomes={}, reasons={}, cpu_s={}, unsteady={})
 
-    def run(self, only: Collection[str] | None = None) -> None:
+    def run(self, only: Collection[str] | None = None):
         """Run the tests, all or those of some names, again after each abort without those that are
         done.
         """
@@ -97,7 +97,7 @@ class Suite:
             )
         self.seconds = time.monotonic() - begin
 
-    def run_again(self) -> None:
+    def run_again(self):
         """Run the tests that failed once more, nothing else before or beside them; note those that
         pass as unsteady.
 
@@ -187,7 +187,7 @@ def _spoke_long_ago(folder: Path) -> bool:
     return any(result.st_size > 0 and time.time() - result.st_mtime > LOST_S for result in spoken)
 
 
-def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], None]) -> None:
+def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], None]):
     """Run suites, so many at once; what each prints comes in one piece, at its end, by this thread
     alone.
     """
@@ -195,7 +195,7 @@ def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], N
     stopped, all_claimed = threading.Event(), threading.Event()
     parts: list[tuple[Suite, Suite]] = []  # of each suite
 
-    def run_lane(number: int, claims: str) -> None:
+    def run_lane(number: int, claims: str):
         for suite in sorted(suites, key=lambda item: -item.ranks):
             if stopped.is_set() or (all_claimed.is_set() if suite.ranks == 0 else number > 0):
                 continue
@@ -212,7 +212,7 @@ def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], N
                 all_claimed.set()
             ended.put((part, "".join(printed)))
 
-    def print_ended() -> None:
+    def print_ended():
         while not ended.empty():
             part, text = ended.get()
             say(f"\n==== {part.name} ({part.seconds:.0f} s) ====\n{text}\n")

@@ -198,7 +198,7 @@ class _Machine:
             patch.setattr(supervisor, "kill", lambda session: None)
             yield
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         """Let time pass."""
         self.now_s += seconds
 
@@ -265,7 +265,7 @@ class _Machine:
 class _AnsweringHosts(Launcher):
     """A launcher of whose hosts some answer."""
 
-    def __init__(self, machine: _Machine) -> None:
+    def __init__(self, machine: _Machine):
         super().__init__("Open MPI", "mpirun")
         object.__setattr__(self, "machine", machine)
 
@@ -278,7 +278,7 @@ class _AnsweringHosts(Launcher):
 class _Promised:
     """The newest checkpoint of which the program was told that it is safe."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.step = 0
 
     @contextmanager
@@ -353,7 +353,7 @@ def _fast_folder() -> str | None:
 BATCH = 50  # seeds that a process takes at once
 
 
-def _stay_on_core(cores: SimpleQueue[int]) -> None:
+def _stay_on_core(cores: SimpleQueue[int]):
     """Keep this process on a core of its own, as ranks take turns thousands of times in a second:
     1.2 times as fast.
     """

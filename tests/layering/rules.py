@@ -40,7 +40,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![a-z-])")
 class Tree:
     """All files of the package, with what they import."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path):
         self.sources = read_tree(root)
         self.packages = frozenset(source.module for source in self.sources if source.is_init)
         self.modules = {source.module: source for source in self.sources}

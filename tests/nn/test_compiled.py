@@ -298,7 +298,7 @@ def test_threads_take_turns():
     step = nnmpi.compile(lambda x: model(x).sum())
     wrong: list[int] = []
 
-    def work(number: int) -> None:
+    def work(number: int):
         x = np.full((40, 3), float(number))
         right = model(Tensor(x)).sum().item()
         wrong.extend(i for i in range(300) if step(x).item() != right)
@@ -337,7 +337,7 @@ def test_gradients_of_loose_leaves_are_the_callers(size):
     """
     leaf = Tensor(np.arange(float(size)), requires_grad=True)
 
-    def step(x: Tensor) -> None:
+    def step(x: Tensor):
         (leaf * x).sum().backward()
 
     compiled, saved = nnmpi.compile(step), []

@@ -30,7 +30,7 @@ from .build import DRIVER, PRODUCTS, UNUSED, build
 MODES = ("lazy", "race", "exact")
 
 
-def load() -> None:
+def load():
     """Let the real CuPy of this process find the interpreted device; before anybody imports it."""
     bindings = Path(str(importlib.util.find_spec("cupy_backends").origin)).parent / "cuda"  # type: ignore[union-attr]
     (runtime,), (cublas,) = bindings.glob("api/runtime*.so"), bindings.glob("libs/cublas*.so")
@@ -55,9 +55,7 @@ def enqueued() -> int:
     return ctypes.CDLL(None).device_enqueued()
 
 
-def _argsort(
-    driver: Any, dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]
-) -> None:
+def _argsort(driver: Any, dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]):
     """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the
     values too.
     """

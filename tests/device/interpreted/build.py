@@ -46,7 +46,7 @@ def build(runtime: Path, cublas: Path) -> Path:
     return folder
 
 
-def _build(folder: Path, runtime: Path, cublas: Path) -> None:
+def _build(folder: Path, runtime: Path, cublas: Path):
     (folder / "hooks.cpp").write_text(_hooks(runtime))
     (folder / "lacking.cpp").write_text(_lacking(cublas))
     (folder / "versions").write_text(f"{PRODUCTS} {{ global: *; }};")

@@ -143,7 +143,7 @@ def test_equal_or_refused(row):
 
     @settings(max_examples=8)
     @given(row.cases)
-    def tried(case: Case) -> None:
+    def tried(case: Case):
         nonlocal taken
         taken += try_all(case, 2) + try_all(case, 3)
 
@@ -182,7 +182,7 @@ def test_functions_that_say_nothing_are_refused():
 def test_nobody_sees_values_of_a_part():
     """Shapes are the whole tensor's; values, which differ from rank to rank, are not to be had."""
 
-    def main(group: Group) -> None:
+    def main(group: Group):
         x = part_of(Tensor(np.arange(12.0).reshape(3, 4)), Placement(4, axis=1), group)
         assert (x.shape, x.size, len(x), x.ndim) == ((3, 4), 12, 3, 2)
         assert x.data.shape == (3, 2)

@@ -58,7 +58,7 @@ numerical_note = Enum(
 class Handle:
     """A handle, and the stream on which it works."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.stream = 0
 
 
@@ -77,7 +77,7 @@ def create_handle() -> Handle:
     return Handle()
 
 
-def set_stream(handle: Handle, stream: int) -> None:
+def set_stream(handle: Handle, stream: int):
     """Let a handle work on a stream."""
     handle.stream = stream
 
@@ -85,7 +85,7 @@ def set_stream(handle: Handle, stream: int) -> None:
 class Tensor:
     """A tensor of a graph: no memory yet."""
 
-    def __init__(self, dim: Any, stride: Any, kind: data_type | None, uid: int) -> None:
+    def __init__(self, dim: Any, stride: Any, kind: data_type | None, uid: int):
         self.dim, self.stride, self.data_type, self.uid, self.is_output = (
             dim,
             stride,
@@ -141,7 +141,7 @@ class pygraph:
         intermediate_data_type: data_type | None = None,
         compute_data_type: data_type | None = None,
         handle: Handle | None = None,
-    ) -> None:
+    ):
         assert intermediate_data_type is compute_data_type is data_type.FLOAT
         assert handle is not None
         self.io_data_type, self.notes, self.state = io_data_type, set[Any](), 0
@@ -233,12 +233,12 @@ class pygraph:
         return result
 
     # -------------------------------------------------------------- the steps of building
-    def _reach(self, state: int) -> None:
+    def _reach(self, state: int):
         """Go on from the step before."""
         assert self.state == state - 1, "the steps of building are out of order"
         self.state = state
 
-    def validate(self) -> None:
+    def validate(self):
         """Check the forms of all tensors."""
         self._reach(1)
         for tensor in (*self.given.values(), *self.results):
@@ -252,7 +252,7 @@ class pygraph:
         if expected != results:
             raise ValueError(f"{self.name} of {shapes} gives {expected}, not {results}")
 
-    def build_operation_graph(self) -> None:
+    def build_operation_graph(self):
         """Give the graph to cuDNN."""
         self._reach(2)
 
@@ -267,13 +267,13 @@ class pygraph:
         assert self.state < 3
         return self
 
-    def create_execution_plans(self, heuristics: list[Any]) -> None:
+    def create_execution_plans(self, heuristics: list[Any]):
         """Ask the heuristics for plans."""
         assert numerical_note.NONDETERMINISTIC in self.notes
         assert heuristics == [heur_mode.A, heur_mode.FALLBACK]
         self._reach(3)
 
-    def check_support(self) -> None:
+    def check_support(self):
         """Refuse what cuDNN has no plan for."""
         self._reach(4)
         given, results = list(self.given.values()), self.results
@@ -291,7 +291,7 @@ class pygraph:
         if any(item.dim[3] % 8 or item.dim[3] > 256 or item.stride[3] != 1 for item in heads):
             raise cudnnGraphNotSupportedError("features are no multiple of 8")
 
-    def build_plans(self) -> None:
+    def build_plans(self):
         """Build the best of the plans."""
         self._reach(5)
         BUILT.append(self)
@@ -301,7 +301,7 @@ class pygraph:
         return ROOM
 
     # -------------------------------------------------------------- a call
-    def execute(self, tensor_dict: dict[Tensor, int], workspace: int, handle: Handle) -> None:
+    def execute(self, tensor_dict: dict[Tensor, int], workspace: int, handle: Handle):
         """Compute."""
         assert self.state == 5, "the graph has not been built"
         if handle.stream != _streams.current().ptr:
@@ -316,7 +316,7 @@ class pygraph:
         EXECUTED.append(self.name)
         exact = numerical_note.TENSOR_CORE in self.notes
 
-        def compute() -> None:
+        def compute():
             wide = {
                 name: _wide(item.view(address), exact) for name, (item, address) in given.items()
             }

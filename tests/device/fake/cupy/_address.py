@@ -10,7 +10,7 @@ class _At:
 
     __slots__ = ("__array_interface__", "_keeps")
 
-    def __init__(self, address: int, size: int, keeps: Any) -> None:
+    def __init__(self, address: int, size: int, keeps: Any):
         self._keeps = keeps
         self.__array_interface__ = {
             "data": (address, False),

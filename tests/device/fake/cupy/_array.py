@@ -22,7 +22,7 @@ class Flags:
 
     __slots__ = ("c_contiguous", "f_contiguous")
 
-    def __init__(self, array: ndarray) -> None:
+    def __init__(self, array: ndarray):
         flags = array._host.flags
         self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
 
@@ -42,7 +42,7 @@ class ndarray:
         memptr: Any = None,
         strides: Any = None,
         order: str = "C",
-    ) -> None:
+    ):
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = np.dtype(dtype)
         pointer = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
@@ -56,7 +56,7 @@ class ndarray:
         return self._host.shape
 
     @shape.setter
-    def shape(self, shape: Any) -> None:
+    def shape(self, shape: Any):
         self._host = self._host.view()
         self._host.shape = shape
 
@@ -142,7 +142,7 @@ class ndarray:
             where.synchronize()
         return out
 
-    def set(self, arr: Any, stream: Any = None) -> None:
+    def set(self, arr: Any, stream: Any = None):
         """Copy from the host's memory."""
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
@@ -205,7 +205,7 @@ class ndarray:
             result._base = self if self._base is None else self._base
         return result
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: Any):
         if type(value) is not ndarray and not np.isscalar(value):
             if not (VIEWERS and VIEWERS[0](sys._getframe(1))):
                 raise TypeError(f"Unsupported type {type(value)}")
@@ -213,7 +213,7 @@ class ndarray:
         self._set(key, value)
 
     @_streams.queued
-    def _set(self, key: Any, value: Any) -> None:
+    def _set(self, key: Any, value: Any):
         key, value = self._key(key, writes=True), unwrap(value)
         if isinstance(value, np.ndarray) and value.ndim > np.ndim(self._host[key]):
             raise ValueError(

@@ -32,13 +32,13 @@ class Graph:
     _work: list[Callable[[], None]]
     _memory: list[weakref.ref[memory.BaseMemory]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(
             "currently this class cannot be initiated by the user and must be created via stream"
             " capture"
         )
 
-    def launch(self, stream: Any = None) -> None:
+    def launch(self, stream: Any = None):
         """Do the work in a stream, by default the current one."""
         uses = [item() for item in self._memory]
         if None in uses:
@@ -50,10 +50,10 @@ class Graph:
         else:
             capture.add(self._run, self._memory, stream)
 
-    def upload(self, stream: Any = None) -> None:
+    def upload(self, stream: Any = None):
         """Bring it to the device before the first launch."""
 
-    def _run(self) -> None:
+    def _run(self):
         for work in self._work:
             work()
 
@@ -66,7 +66,7 @@ class Capture:
         broken: something was asked for that cannot be in a graph.
     """
 
-    def __init__(self, stream: _streams.Stream, mode: int | None) -> None:
+    def __init__(self, stream: _streams.Stream, mode: int | None):
         if mode not in (None, runtime.streamCaptureModeRelaxed):
             raise NotImplementedError("the double captures in relaxed mode alone")
         self.streams = [stream]
@@ -78,7 +78,7 @@ class Capture:
         stream._capture = self
         _streams.CAPTURES.append(self)
 
-    def fail(self, status: int) -> None:
+    def fail(self, status: int):
         """Raise an error after which there will be no graph."""
         self.broken = True
         raise CUDARuntimeError(status)
@@ -87,7 +87,7 @@ class Capture:
         """Return how much of each stream's work stands before what comes next in a stream."""
         return dict(self._before[stream])
 
-    def wait(self, stream: _streams.Stream, event: _streams.Event) -> None:
+    def wait(self, stream: _streams.Stream, event: _streams.Event):
         """Let what comes next in a stream stand behind an event; the stream takes part from now
         on.
         """
@@ -128,7 +128,7 @@ class Capture:
         work: Callable[[], None],
         touches: Sequence[weakref.ref[memory.BaseMemory]],
         stream: _streams.Stream | None = None,
-    ) -> None:
+    ):
         """Put some work into the graph.
 
         Args:
@@ -202,7 +202,7 @@ class Capture:
         lent_args, lent_kwargs = _each(to_loan, args), _each(to_loan, kwargs)
         touched.extend(_arrays(result))
 
-        def work() -> None:
+        def work():
             fresh = _arrays(function(*lent_args, **lent_kwargs))
             for target, value in zip(targets, fresh, strict=True):
                 if target is not None:
@@ -212,7 +212,7 @@ class Capture:
         return result
 
 
-def submit(work: Callable[[], None], *addresses: int) -> None:
+def submit(work: Callable[[], None], *addresses: int):
     """Do some work of another library in the current stream, or put it into a graph.
 
     Args:

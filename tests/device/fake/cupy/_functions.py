@@ -187,7 +187,7 @@ def product(function: Any, left: Any, right: Any) -> Any:
 
 
 @_streams.queued
-def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
+def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None):
     if type(dst) is not ndarray:
         raise TypeError(f"Unsupported type {type(dst)}")
     if where is not None and type(where) is not ndarray:
@@ -226,7 +226,7 @@ def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
 
 
 @_streams.queued
-def _put(a: Any, ind: Any, v: Any, mode: str = "wrap") -> None:
+def _put(a: Any, ind: Any, v: Any, mode: str = "wrap"):
     places = unwrap(ind)
     if is_doubled(places):
         raise IndexError("an element is written twice by one put, which is undefined on a device")

@@ -54,7 +54,7 @@ def _method(name: str, entry: str) -> Any:
     return call
 
 
-def _add_methods() -> None:
+def _add_methods():
     for name, entry in CLASSES["cupy.ndarray"].items():
         if (
             entry.startswith("function")

@@ -21,7 +21,7 @@ class Parameters:
         any_keyword: takes any keyword, as far as the snapshot knows.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str):
         words = [word.strip() for word in text.split(",") if word.strip()]
         self.unknown = text == "?"
         self.open_ended = self.unknown or any(
@@ -36,7 +36,7 @@ class Parameters:
             name for name in names[slash + 1 :] if not name.startswith("*") and name != "/"
         }
 
-    def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Raise TypeError for a call that CuPy would not take."""
         if len(args) > len(self.positional) and not self.open_ended:
             raise TypeError(

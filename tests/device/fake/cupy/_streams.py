@@ -45,20 +45,18 @@ class _Copy:
         to_host: whether the host is the one to see it.
     """
 
-    def __init__(
-        self, read: Callable[[], Any], write: Callable[[Any], None], to_host: bool
-    ) -> None:
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], to_host: bool):
         self._read: Callable[[], Any] | None = read
         self._write = write
         self.to_host = to_host
         self._value: Any = None
 
-    def read(self) -> None:
+    def read(self):
         """Take the value now: what comes after this in the same stream may change the source."""
         if self._read is not None:
             self._value, self._read = self._read(), None
 
-    def finish(self) -> None:
+    def finish(self):
         """Let the copy arrive."""
         self.read()
         self._write(self._value)
@@ -69,10 +67,10 @@ class _Wait:
 
     to_host = False
 
-    def __init__(self, stream: Stream, place: int) -> None:
+    def __init__(self, stream: Stream, place: int):
         self._stream, self._place = stream, place
 
-    def finish(self) -> None:
+    def finish(self):
         self._stream._settle(self._place)
 
 
@@ -86,11 +84,11 @@ class Launch:
 
     to_host = False
 
-    def __init__(self, work: Callable[[], None], uses: Any) -> None:
+    def __init__(self, work: Callable[[], None], uses: Any):
         self._work: Callable[[], None] | None = work
         self._uses = uses
 
-    def finish(self) -> None:
+    def finish(self):
         """Do it, once: also if it fails."""
         work, self._work = self._work, None
         if work is not None:
@@ -104,7 +102,7 @@ class Stream:
 
     null: Stream
 
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+    def __init__(self, null: bool = False, non_blocking: bool = False):
         self._is_null = null
         self.ptr = 0 if null else id(self)
         self._blocking = not non_blocking and not null
@@ -116,10 +114,10 @@ class Stream:
         _stack().append(self)
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: Any):
         _stack().pop()
 
-    def _push(self, item: Any) -> None:
+    def _push(self, item: Any):
         self._queue.append(item)
         if self not in PENDING:
             PENDING.append(self)
@@ -129,7 +127,7 @@ class Stream:
         """How much has been put into it: no counter, which threads could miscount for good."""
         return self._arrived + len(self._queue)
 
-    def _finish(self, upto: int | None = None) -> None:
+    def _finish(self, upto: int | None = None):
         """Let copies arrive, all or those before a place."""
         while self._queue and (upto is None or self._arrived < upto):
             item = self._queue.popleft()
@@ -138,7 +136,7 @@ class Stream:
         if not self._queue and self in PENDING:
             PENDING.remove(self)
 
-    def _settle(self, upto: int | None = None) -> None:
+    def _settle(self, upto: int | None = None):
         """Do for the device what is under way, while the host still sees nothing of it."""
         saved: deque[Any] = deque()
         for place, item in enumerate(self._queue):
@@ -163,7 +161,7 @@ class Stream:
             if self in PENDING:
                 PENDING.remove(self)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for everything in this stream; for the null stream, in the blocking ones too."""
         _refuse_null(self)
         if self._capture is not None:
@@ -178,7 +176,7 @@ class Stream:
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event):
         """Let what comes later in this stream wait for the event; by that, a stream takes part in
         another one's capture.
         """
@@ -192,7 +190,7 @@ class Stream:
         else:
             self._push(_Wait(event._stream, event._place))
 
-    def begin_capture(self, mode: int | None = None) -> None:
+    def begin_capture(self, mode: int | None = None):
         """Take what comes into a graph, instead of doing it."""
         if self._is_null:
             raise RuntimeError("cannot capture on the default (legacy) stream")
@@ -226,7 +224,7 @@ class _Done:
 
     to_host = False
 
-    def finish(self) -> None:
+    def finish(self):
         """Nothing is left."""
 
 
@@ -235,20 +233,20 @@ class Event:
 
     def __init__(
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
-    ) -> None:
+    ):
         self._stream: Stream | None = None
         self._place, self._time = 0, 0.0
         self._capture: Capture | None = None  # with
         self._seen: dict[Stream, int] = {}  # how much of each stream's work stands before
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream | None = None):
         """Put it after all that is in a stream now."""
         stream = current() if stream is None else stream
         self._stream, self._place, self._time = stream, stream._issued, time.perf_counter()
         self._capture = stream._capture
         self._seen = {} if self._capture is None else self._capture.seen(stream)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for what stands before it."""
         if self._capture is not None:
             self._capture.fail(CAPTURED_EVENT)
@@ -310,7 +308,7 @@ def capturing(stream: Stream | None = None) -> Capture | None:
     return stream._capture
 
 
-def _refuse_null(stream: Stream) -> None:
+def _refuse_null(stream: Stream):
     """Raise an error for the null stream, if a stream captures that waits for it."""
     for capture in CAPTURES if stream._is_null else ():
         if any(item._blocking for item in capture.streams):
@@ -334,7 +332,7 @@ def queued(function: Any) -> Any:
     return call
 
 
-def submit(work: Callable[[], None], touches: Sequence[Any] = ()) -> None:
+def submit(work: Callable[[], None], touches: Sequence[Any] = ()):
     """Do some work of the current stream, or put it into a graph.
 
     Args:
@@ -349,7 +347,7 @@ def submit(work: Callable[[], None], touches: Sequence[Any] = ()) -> None:
     work()
 
 
-def reads_host(stream: Stream | None = None) -> None:
+def reads_host(stream: Stream | None = None):
     """Before the host reads something: do what stands before; CuPy refuses it in a capture."""
     if is_tracing() or CAPTURES and capturing(stream) is not None:
         raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
@@ -357,13 +355,13 @@ def reads_host(stream: Stream | None = None) -> None:
         settle()
 
 
-def writes_device(stream: Stream | None = None) -> None:
+def writes_device(stream: Stream | None = None):
     """Before the host writes to the device, which CuPy refuses in a capture."""
     if is_tracing() or CAPTURES and capturing(stream) is not None:
         raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
 
 
-def settle() -> None:
+def settle():
     """Before work in the current stream: do for the device what stands before it there."""
     here = current()
     for stream in list(PENDING):
@@ -371,7 +369,7 @@ def settle() -> None:
             stream._settle()
 
 
-def finish_all() -> None:
+def finish_all():
     """Let everything arrive."""
     for stream in list(PENDING):
         stream._finish()
@@ -379,7 +377,7 @@ def finish_all() -> None:
 
 def copy_to_host(
     read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
-) -> None:
+):
     """Copy to the host; to memory that is not page-locked CUDA does so at once."""
     stream = current() if stream is None else stream
     if CAPTURES:
@@ -397,7 +395,7 @@ def copy_to_host(
 
 def copy_to_device(
     read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
-) -> None:
+):
     """Copy to the device: at once in the current stream, which computes at once too, later in
     another one.
     """

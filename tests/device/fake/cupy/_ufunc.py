@@ -27,7 +27,7 @@ class ufunc:
 
     __module__ = "cupy"
 
-    def __init__(self, name: str, function: Any) -> None:
+    def __init__(self, name: str, function: Any):
         self.__name__ = name
         self.name = f"cupy_{name}"
         self._function = function
@@ -79,7 +79,7 @@ class ufunc:
         return method(axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
     @_streams.queued
-    def at(self, a: Any, indices: Any, b: Any = None) -> None:
+    def at(self, a: Any, indices: Any, b: Any = None):
         """Add to elements, each as often as it is named."""
         kinds = SCATTERED.get(self.__name__)
         if kinds is None:
@@ -162,7 +162,7 @@ UNARY = {"neg": "negative", "invert": "invert", "abs": "absolute", "pos": "posit
 NAMES = COMPARISONS | BINARY | UNARY
 
 
-def _add_operators() -> None:
+def _add_operators():
     for name in COMPARISONS:
         setattr(ndarray, f"__{name}__", _operator(name, reflected=False))
     for name in BINARY:

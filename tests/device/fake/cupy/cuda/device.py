@@ -6,9 +6,9 @@ from cupy.cuda import runtime
 class Device:
     """A device by its number."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int):
         self.id = int(device)
 
-    def use(self) -> None:
+    def use(self):
         """Make it the current one."""
         runtime.setDevice(self.id)

@@ -26,7 +26,7 @@ UNIT = 512  # the pool gives memory in pieces of so many bytes
 class OutOfMemoryError(MemoryError):
     """The pool's limit or the device's memory does not suffice."""
 
-    def __init__(self, size: int, total: int, limit: int = 0) -> None:
+    def __init__(self, size: int, total: int, limit: int = 0):
         words = f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes"
         super().__init__(words + (f", limit set to: {limit:,} bytes)." if limit else ")."))
         self._size, self._total, self._limit = size, total, limit
@@ -43,13 +43,13 @@ class MemoryHook:
         _hooks()[self.name] = self
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: object):
         del _hooks()[self.name]
 
-    def malloc_postprocess(self, **block: int) -> None:
+    def malloc_postprocess(self, **block: int):
         """Hear of memory that is given."""
 
-    def free_postprocess(self, **block: int) -> None:
+    def free_postprocess(self, **block: int):
         """Hear of memory that is given back."""
 
 
@@ -57,7 +57,7 @@ def _hooks() -> dict[str, MemoryHook]:
     return vars(_local).setdefault("hooks", {})
 
 
-def _tell(event: str, size: int) -> None:
+def _tell(event: str, size: int):
     for hook in list(_hooks().values()):
         getattr(hook, event)(device_id=0, mem_size=size, mem_ptr=0, pmem_id=0)
 
@@ -82,7 +82,7 @@ class Memory(BaseMemory):
 
     __slots__ = ("_counted", "_stream")
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any):
         self.size = owner.nbytes
         self._counted, self._stream = 0, _streams.current().ptr
         self._counted = POOL._take(self.size, self._stream)
@@ -90,7 +90,7 @@ class Memory(BaseMemory):
         self.ptr = owner.__array_interface__["data"][0] if self.size else 0
         OWNERS[id(owner)] = self
 
-    def __del__(self) -> None:
+    def __del__(self):
         if self._counted and _tell is not None:  # None when Python ends
             POOL._keep(self._counted, self._stream)
 
@@ -104,7 +104,7 @@ class Aside(BaseMemory):
 
     __slots__ = ()
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any):
         self.ptr, self.size, self._owner = owner.ctypes.data, owner.nbytes, owner
 
 
@@ -119,7 +119,7 @@ class PooledMemory(BaseMemory):
 
     __slots__ = ("_block", "_pool", "_stream")
 
-    def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool) -> None:
+    def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool):
         self.ptr, self.size = block.ptr if size else 0, size
         self._owner = bytes_at(block.ptr, size, block.mem._owner)
         # In its turn: what used this memory before may not have been done yet.
@@ -128,7 +128,7 @@ class PooledMemory(BaseMemory):
         self._stream = _streams.current()
         OWNERS[id(self._owner)] = self
 
-    def __del__(self) -> None:
+    def __del__(self):
         pool = self._pool()
         if pool is not None and _tell is not None:  # None when Python ends
             pool._give_back(self._block, self._stream)
@@ -141,7 +141,7 @@ class UnownedMemory(BaseMemory):
 
     __slots__ = ("_given",)
 
-    def __init__(self, ptr: int, size: int, owner: Any) -> None:
+    def __init__(self, ptr: int, size: int, owner: Any):
         self.ptr, self.size = ptr, size
         self._owner, self._given = bytes_at(ptr, size, owner), owner
         OWNERS[id(self._owner)] = self
@@ -152,7 +152,7 @@ class MemoryPointer:
 
     __slots__ = ("mem", "ptr")
 
-    def __init__(self, mem: BaseMemory, offset: int) -> None:
+    def __init__(self, mem: BaseMemory, offset: int):
         self.mem = mem
         self.ptr = mem.ptr + offset
 
@@ -243,7 +243,7 @@ class MemoryPool:
             of the same size in the same stream; by default it is the device's.
     """
 
-    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None):
         self._allocator = allocator
         self._free: dict[Any, list[MemoryPointer]] = {}
         self._kept = Counter[Any]()  # bytes of the device's own memory, by stream
@@ -272,7 +272,7 @@ class MemoryPool:
         _tell("malloc_postprocess", size)
         return size
 
-    def _keep(self, size: int, stream: Any) -> None:
+    def _keep(self, size: int, stream: Any):
         self._used -= size
         self._kept[stream] += size
         _tell("free_postprocess", size)
@@ -296,7 +296,7 @@ class MemoryPool:
         _tell("malloc_postprocess", whole)
         return MemoryPointer(PooledMemory(block, size, self), 0)
 
-    def _give_back(self, block: MemoryPointer, stream: Any) -> None:
+    def _give_back(self, block: MemoryPointer, stream: Any):
         self._used -= block.mem.size
         _tell("free_postprocess", block.mem.size)
         self._free.setdefault((stream, block.mem.size), []).append(block)
@@ -313,7 +313,7 @@ class MemoryPool:
         """Return both."""
         return self._total
 
-    def free_all_blocks(self, stream: Any = None) -> None:
+    def free_all_blocks(self, stream: Any = None):
         """Give back what is kept, or what is kept for a stream."""
         for key in [key for key in self._free if stream in (None, key[0])]:
             del self._free[key]
@@ -322,7 +322,7 @@ class MemoryPool:
         kept = sum(size * len(blocks) for (_, size), blocks in self._free.items())
         self._total = self._used + self._kept.total() + kept
 
-    def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
+    def set_limit(self, size: int | None = None, fraction: float | None = None):
         """Set the limit in bytes, or as a part of the device's memory; 0 means none."""
         if size is not None and fraction is not None:
             raise ValueError("size and fraction cannot be specified at one time")

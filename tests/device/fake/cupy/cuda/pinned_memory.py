@@ -13,7 +13,7 @@ _RANGES: dict[int, int] = {}  # first address: bytes
 class PinnedMemory:
     """An allocation."""
 
-    def __init__(self, size: int, flags: int = 0) -> None:
+    def __init__(self, size: int, flags: int = 0):
         self._owner = np.full(max(1, size), 0xFF, np.uint8)
         self.ptr = self._owner.ctypes.data
         self.size = size
@@ -38,7 +38,7 @@ class PinnedMemoryPool:
         pointer.mem, pointer.ptr = mem, mem.ptr
         return pointer
 
-    def free_all_blocks(self) -> None:
+    def free_all_blocks(self):
         """Give back what is kept: nothing is."""
 
 

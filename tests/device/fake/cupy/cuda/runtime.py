@@ -54,7 +54,7 @@ def getDevice() -> int:
     return _SETTINGS.current
 
 
-def setDevice(device: int) -> None:
+def setDevice(device: int):
     """Make a device the current one."""
     if not 0 <= device < _SETTINGS.devices:
         raise CUDARuntimeError(101 if _SETTINGS.devices else 100)

@@ -52,19 +52,19 @@ def create() -> int:
     return handle
 
 
-def set_stream(handle: int, stream_id: int) -> None:
+def set_stream(handle: int, stream_id: int):
     """Set the stream, and forget the workspace."""
     HANDLES[handle].stream, HANDLES[handle].workspace = stream_id, (0, 0)
 
 
-def set_workspace(handle: int, workspace: int, workspace_size_in_bytes: int) -> None:
+def set_workspace(handle: int, workspace: int, workspace_size_in_bytes: int):
     """Give the memory in which products are computed."""
     if memory.base_of(workspace, workspace_size_in_bytes) is None:
         raise cuBLASError("INVALID_VALUE (7)")
     HANDLES[handle].workspace = workspace, workspace_size_in_bytes
 
 
-def set_math_mode(handle: int, mode: int) -> None:
+def set_math_mode(handle: int, mode: int):
     """Set how it adds up."""
     HANDLES[handle].mode = mode
 
@@ -89,7 +89,7 @@ def gemm_ex(
     ldc: int,
     compute_type: int,
     algo: int,
-) -> None:
+):
     """Multiply two matrices."""
     _multiply("gemm_ex", locals() | _ONE)
 
@@ -118,12 +118,12 @@ def gemm_strided_batched_ex(
     batch_count: int,
     compute_type: int,
     algo: int,
-) -> None:
+):
     """Multiply the matrices of two stacks."""
     _multiply("gemm_strided_batched_ex", locals())
 
 
-def _multiply(name: str, g: dict[str, Any]) -> None:
+def _multiply(name: str, g: dict[str, Any]):
     """Compute C = alpha op(A) op(B) + beta C for each matrix of the stacks."""
     CALLS.append((name, g))
     if HANDLES[g["handle"]].stream != _streams.current().ptr:
@@ -136,7 +136,7 @@ def _multiply(name: str, g: dict[str, Any]) -> None:
     wide = np.dtype("f8" if given.itemsize == 8 else "f4")
     alpha, beta = (bytes_at(g[item], wide.itemsize).view(wide)[0] for item in ("alpha", "beta"))
 
-    def compute() -> None:
+    def compute():
         for i in range(g["batch_count"]):
             a = _matrix(g["a"], i * g["stride_a"], given, rows_a, columns_a, g["lda"]).astype(wide)
             b = _matrix(g["b"], i * g["stride_b"], given, rows_b, columns_b, g["ldb"]).astype(wide)
