@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import Settled
+from nnmpi.base.settled import Settled
 
 _TOLD = frozenset(("unsummed", "spent", "updated"))
 

@@ -25,16 +25,9 @@ from numpy.typing import NDArray
 import nnmpi.base.clock as clock
 import nnmpi.base.errors as errors
 from nnmpi.backend.array import plain
-from nnmpi.base.errors import (
-    CommError,
-    NnmpiError,
-    Settled,
-    UsageError,
-    check_int,
-    group_ranks,
-    name_ranks,
-)
+from nnmpi.base.errors import CommError, NnmpiError, UsageError, check_int, group_ranks, name_ranks
 from nnmpi.base.lines import lines_of
+from nnmpi.base.settled import Settled
 from nnmpi.comm.world import Comm
 
 

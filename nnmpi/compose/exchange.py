@@ -36,7 +36,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.base.errors import DeviceError, Settled
+from nnmpi.base.errors import DeviceError
+from nnmpi.base.settled import Settled
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.losses import SQUARES, DeferredScalars

@@ -34,7 +34,8 @@ from nnmpi.backend.array import HOST_NUMBERS, Array, Shape, namespace, zeros
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
-from nnmpi.base.errors import NnmpiError, Settled, ShapeError, UsageError, counted
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted
+from nnmpi.base.settled import Settled
 from nnmpi.comm.buffers import room_for, start_fetch
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement

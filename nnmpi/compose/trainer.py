@@ -29,7 +29,8 @@ from typing import Any, TypeAlias
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.base.errors import CheckpointError, Settled, UsageError, asks_to_stop, expect
+from nnmpi.base.errors import CheckpointError, UsageError, asks_to_stop, expect
+from nnmpi.base.settled import Settled
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options

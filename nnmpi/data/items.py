@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, asarray
-from nnmpi.base.errors import DataError, Settled, UsageError, shortened
+from nnmpi.base.errors import DataError, UsageError, shortened
+from nnmpi.base.settled import Settled
 from nnmpi.data.dataset import (
     TOKEN_TYPES,
     Dataset,

@@ -32,8 +32,9 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
-from nnmpi.base.errors import DataError, Settled, ShapeError, UsageError, check_int, shortened
+from nnmpi.base.errors import DataError, ShapeError, UsageError, check_int, shortened
 from nnmpi.base.loop import At, EpochLoop, Origin, Place, Taken
+from nnmpi.base.settled import Settled
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
-from nnmpi.base.errors import DataError, Settled, UsageError, expect, raised_as
+from nnmpi.base.errors import DataError, UsageError, expect, raised_as
 from nnmpi.base.files import (
     cache_folder,
     folder_atomically,
@@ -54,6 +54,7 @@ from nnmpi.base.files import (
     read_lines,
     sha256,
 )
+from nnmpi.base.settled import Settled
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.tables import read_cells
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer

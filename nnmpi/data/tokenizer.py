@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.base.errors import DataError, Settled, UsageError
+from nnmpi.base.errors import DataError, UsageError
 from nnmpi.base.files import (
     expand,
     foreign,
@@ -36,6 +36,7 @@ from nnmpi.base.files import (
     write_atomically,
     write_json,
 )
+from nnmpi.base.settled import Settled
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

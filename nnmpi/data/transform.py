@@ -19,7 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from nnmpi.backend.array import Array, Integers, namespace
 from nnmpi.backend.random import key_pair, random_bits
-from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
+from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.base.settled import Settled
 from nnmpi.data.dataset import Dataset
 
 

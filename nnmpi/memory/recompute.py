@@ -23,7 +23,8 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.base.errors import GraphError, Settled, UsageError
+from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.base.settled import Settled
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group

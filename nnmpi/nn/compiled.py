@@ -55,9 +55,10 @@ from nnmpi.backend.program.call import Call, owner_of, rebuilt
 from nnmpi.backend.program.compare import Comparison, referents
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
-from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
+from nnmpi.base.errors import ShapeError, UsageError, is_own
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import is_users
+from nnmpi.base.settled import Settled
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.tensor.function import Variable, grad_enabled, kind_of

@@ -41,11 +41,11 @@ from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
     GraphError,
-    Settled,
     UninitializedError,
     UsageError,
     is_own,
 )
+from nnmpi.base.settled import Settled
 from nnmpi.base.shard import Region
 from nnmpi.base.words import answered, raise_missing
 from nnmpi.nn.mode import current

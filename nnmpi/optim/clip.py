@@ -26,7 +26,8 @@ from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import active, call, refuse
-from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
+from nnmpi.base.errors import CheckpointError, UsageError, number
+from nnmpi.base.settled import Settled
 from nnmpi.optim.optimizer import block_elements, pieces
 
 __all__ = ["clip_by_global_norm", "global_norm"]

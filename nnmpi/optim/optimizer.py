@@ -30,16 +30,10 @@ from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import active, call, refuse
 from nnmpi.backend.storage import Storage
-from nnmpi.base.errors import (
-    DtypeError,
-    Settled,
-    ShapeError,
-    UsageError,
-    is_own,
-    number,
-)
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError, is_own, number
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.loop import At, Place, Reached, last_read
+from nnmpi.base.settled import Settled
 from nnmpi.base.words import answered, raise_missing
 
 __all__ = ["Arrays", "Optimizer"]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from math import cos, inf, pi
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from nnmpi.base.errors import Settled, UsageError, check_int, check_ints, number
+from nnmpi.base.errors import UsageError, check_int, check_ints, number
+from nnmpi.base.settled import Settled
 from nnmpi.base.words import raise_missing
 
 __all__ = [

@@ -22,15 +22,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import call
-from nnmpi.base.errors import (
-    CommError,
-    DeviceError,
-    NnmpiError,
-    Settled,
-    UsageError,
-    check_int,
-    counted,
-)
+from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, check_int, counted
+from nnmpi.base.settled import Settled
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, AlgorithmLike
