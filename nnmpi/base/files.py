@@ -219,7 +219,7 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
     if not file.is_dir():  # the system says so
         check_ordinary(file)
     # always the same name, so that the next write overwrites the leftover of a killed process
-    temporary = file.with_name(f".{file.name}.tmp")
+    temporary = file.parent / f".{file.name}.tmp"  # a folder such as . has no name
     with entered(file.parent, root) as parent:
         try:
             with suppress(FileNotFoundError):

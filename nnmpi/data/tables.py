@@ -178,7 +178,7 @@ def _split(
     reader = csv.reader(lines, strict=strict, delimiter=separator, skipinitialspace=True)
     try:
         for cells in reader:
-            if cells:
+            if cells[1:] or any(map(str.strip, cells)):
                 yield reader.line_num, cells
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error

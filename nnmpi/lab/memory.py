@@ -77,7 +77,7 @@ class MemoryPlanConfig:
     """File for a picture for slides: .svg, .png, .pdf."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "layers batch", 1, MOST)
+        check_numbers(self, "layers batch bandwidth", 1, MOST)
         require(
             self.model is None or self.layers == MemoryPlanConfig.layers,
             "--layers is for equal layers, and --model has its own; leave one of them out",

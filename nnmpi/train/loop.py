@@ -221,7 +221,8 @@ class Loop:
                 self._tracer.finish()
                 self.reporter.say([*trainer.summary(), *trainer.memory()])
                 self.report = self._evaluate()
-                if run.config.run.keeps_best:
+                ends = self.stopped or self.state.step == run.extent.steps
+                if run.config.run.keeps_best and ends:  # the run, and not at --stop-after
                     before, self.state = self.state, self._with_best(self.report)
                     if self.state != before:
                         self._saved_step = -1  # save again, so that `best` names the checkpoint

@@ -177,7 +177,9 @@ def test_numbers_are_no_units(tmp_path, form):
 
 def test_labels_are_compared_by_all_their_digits(tmp_path):
     labels = [str(2**53 + i) for i in (0, 1, 2)]
-    data = full(tmp_path, ["a,k", *(f"{i},{labels[i % 3]}" for i in range(9)), f"1,+{labels[1]}"])
+    data = full(
+        tmp_path, ["a,k", *(f"{i},{labels[i % 3]}" for i in range(9)), f"1,+{labels[1]}", "  "]
+    )
     assert data.class_names == tuple(labels) and data.y.tolist() == [0, 1, 2] * 3 + [1]
 
 

@@ -99,6 +99,7 @@ def test_every_schedule_can_be_looked_at(name):
             f"{COMMAND} --html /nowhere/x.html",
             "/nowhere/x.html cannot be written .No such file or directory.; give",
         ),
+        (f"{COMMAND} --html .", ". cannot be written .No such file or directory.; give"),
     ],
 )
 def test_mistakes(words, sentence):

@@ -65,7 +65,9 @@ def test_a_resumed_run_knows_its_patience(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     end = start(f"{WORDS} --early-stopping 2")
     Path("run").rename("full")
-    start(f"{WORDS} --early-stopping 2 --stop-after {end['step'] - 2}", 2)
+    start(f"{WORDS} --early-stopping 2 --stop-after 2")
+    assert not Path("run/checkpoints/best").exists()  # the full run does not evaluate there
+    start(f"--resume run --quiet --stop-after {end['step'] - 2}", 2)
     again = start("--resume run --quiet")
     assert (again["step"], again["stopped"]) == (end["step"], end["stopped"])
 

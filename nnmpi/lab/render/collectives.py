@@ -183,7 +183,7 @@ def compare(
         "bytes": nbytes,
         "drawn": max(drawn),
         "alpha": curve.alpha_s,
-        "beta": curve.beta(nbytes),
+        "beta": curve.beta(nbytes or 1),
         "first": first,
         "algorithms": {
             name: {

@@ -266,6 +266,9 @@ def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path):
     )
     with pytest.raises(UsageError, match="cannot be written .*; give another file"):
         write_page(tmp_path / "none" / "page.html", "collective", "t", {})
+    with pytest.raises(UsageError, match="--bandwidth is 0; give a whole number, 1 or more"):
+        memory(["plan", "--bandwidth", "0"])
+    comm(["render", "ring", "--bytes", "0", "--html", str(tmp_path / "page.html")])
     with pytest.raises(UsageError, match="a page draws 2 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")])
     with pytest.raises(UsageError, match="up to 16 ranks and 32 microbatches, not 2 and 33"):
