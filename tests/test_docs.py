@@ -17,7 +17,6 @@ import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -355,7 +354,7 @@ def test_one_update_goes_the_way_that_the_page_follows(tmp_path, monkeypatch):
     (way,) = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
     plain, result = Flight.forward, []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         stack = [
             (item.filename.rpartition("/nnmpi/")[2], item.name)
             for item in traceback.extract_stack()

@@ -31,17 +31,17 @@ def small(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), *more, nn.Linear(6, 3)).initialize(seed=0)
 
 
-def trained(make: Callable[..., Any], *more: Any) -> Any:
+def trained(make: Callable[..., Any], *more):
     """Return a trainer of a small model."""
     model = small()
     return make(model, optim.SGD(model.storage, lr=0.1), alone(), *more)
 
 
-def optimizer(kind: type[optim.Optimizer]) -> Any:
+def optimizer(kind: type[optim.Optimizer]):
     return kind(small().storage, lr=0.1)
 
 
-def made(*args: Any, may: str = "", **named: Any) -> tuple[Callable[[type], Any], str]:
+def made(*args, may: str = "", **named) -> tuple[Callable[[type], Any], str]:
     """Return what makes an object of a class, and the attributes that may be written to it."""
     return lambda kind: kind(*args, **named), may
 
@@ -170,7 +170,7 @@ def rows() -> data.Dataset:
     return data.load("digits")[0]
 
 
-def public(thing: Any) -> Iterator[str]:
+def public(thing) -> Iterator[str]:
     """Yield the names of the public attributes of an object, of its class too, but methods."""
     for name in dir(thing):
         item = getattr(type(thing), name, None)
@@ -178,7 +178,7 @@ def public(thing: Any) -> Iterator[str]:
             yield name
 
 
-def written(thing: Any) -> set[str]:
+def written(thing) -> set[str]:
     """Return the names of the attributes to which their own value can be written."""
     names = set()
     for name in public(thing):
@@ -229,7 +229,7 @@ def test_an_attribute_is_followed_or_cannot_be_written(kind):
 def test_a_class_of_ones_own_may_have_more(kind):
     """In `__init__`, and later if it is a module; what its base has read stays refused."""
 
-    def init(self: Any, *args: Any, **named: Any):
+    def init(self, *args, **named):
         self.before = 1
         super(mine, self).__init__(*args, **named)
         self.mine = 2
@@ -291,7 +291,7 @@ def test_a_changed_layer_is_the_one_that_is_made_so(make, name, value, x, compil
         model = nn.Sequential(layer, after).initialize(seed=0)
         call = nnmpi.compile(lambda x: model(x)) if compiled else model
 
-        def passed(step: int) -> Any:
+        def passed(step: int):
             with nn.training(step=step):
                 return call(x).numpy().copy()
 

@@ -13,12 +13,12 @@ def arranged(
     model: Module,
     group: Group,
     layout: Layout,
-    sample: Any = None,
+    sample=None,
     dtype: str = "float32",
     initial: int = 0,
     make: Callable[..., Optimizer] = SGD,
     lr: float = 0.1,
-    **options: Any,
+    **options,
 ) -> Worker:
     """Return a worker of a model in a layout; `model` and `arrangement` are its attributes.
 
@@ -33,7 +33,7 @@ def arranged(
     return Worker(where.model, optimizer, group, arrangement=where, **options)
 
 
-def grouped(**options: Any) -> dict[str, Any]:
+def grouped(**options) -> dict[str, Any]:
     """Return keyword arguments for a worker, those of GradientExchange and Numerics put into these.
 
     grouped(allreduce="ring", clip=1.0, seed=3)

@@ -2,8 +2,6 @@
 are compared with.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,7 @@ def skip_unless_fitting(group: Group, sync: Sync):
 
 
 def make(
-    group: Group, sync: Sync, name: str = "sgd", slow: str = "", **options: Any
+    group: Group, sync: Sync, name: str = "sgd", slow: str = "", **options
 ) -> AsynchronousWorker:
     """Return a worker with a small model."""
     model = options.pop("model", None) or build()
@@ -58,10 +56,10 @@ def rate(step: int) -> float:
 
 def train(
     worker: AsynchronousWorker,
-    segments: Any = SEGMENTS,
+    segments=SEGMENTS,
     batch: int = BATCH,
-    lr: Any = rate,
-    **options: Any,
+    lr=rate,
+    **options,
 ) -> list[SegmentReport]:
     """Train for some segments."""
     loader = loader_of(worker.group, worker.model, batch)

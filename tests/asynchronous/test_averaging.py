@@ -48,7 +48,7 @@ def batch(step: int, rows: int) -> tuple[Any, Any]:
     return generator.standard_normal((rows, 5)), generator.integers(0, 3, rows)
 
 
-def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any):
+def update(model: nn.Sequential, optimizer: Optimizer, x, y):
     """Do one update with the mean gradient of these rows, or with that of no rows, which is
     zero.
     """
@@ -81,7 +81,7 @@ def train(
         averaging.after_step(step, len(local))
 
 
-def flat(arrays: list[Any]) -> Any:
+def flat(arrays: list[Any]):
     """Return all values as one host array."""
     return np.concatenate(
         [array.get() if hasattr(array, "get") else array.copy() for array in arrays]
@@ -112,7 +112,7 @@ def everywhere(group: Group, right: list[bool]) -> bool:
     return all(group.gather(bool(all(right))))
 
 
-def mixing(size: int) -> Any:
+def mixing(size: int):
     """Return the matrix by which a step of gossip multiplies the ranks' weights."""
     eye = np.eye(size)
     if size == 2:
@@ -120,7 +120,7 @@ def mixing(size: int) -> Any:
     return eye / 2 + np.roll(eye, 1, axis=0) / 4 + np.roll(eye, -1, axis=0) / 4
 
 
-def close(ours: Any, theirs: Any) -> bool:
+def close(ours, theirs) -> bool:
     """Return whether two arrays are the same but for rounding."""
     return bool(np.allclose(ours, theirs, rtol=1e-10, atol=1e-12))
 
@@ -323,7 +323,7 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group):
     gossip.release()
 
 
-def all_kinds(group: Group, storage: Any) -> list[Averaging]:
+def all_kinds(group: Group, storage) -> list[Averaging]:
     """Return one of each kind that works with so many ranks."""
     kinds = [LocalSGD(group, storage, ADAM(storage), every=2)]
     if group.size > 1:

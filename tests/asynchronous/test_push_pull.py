@@ -39,7 +39,7 @@ def rows_of(batch: int) -> int:
     return 13 if batch % 3 else 5
 
 
-def push_of(model: Module, task: Task, parts: int, backend: Backend, **more: Any) -> Push:
+def push_of(model: Module, task: Task, parts: int, backend: Backend, **more) -> Push:
     """Let `storage.grads` be the gradient of a task; return what comes with it."""
     draw, rows = np.random.default_rng(task.batch), rows_of(task.batch)
     x, y = draw.standard_normal((rows, 5)), draw.integers(0, 3, rows)

@@ -1,7 +1,5 @@
 """Ranks that need not be in step: where the modes meet, they are the synchronous run."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -30,7 +28,7 @@ from tests.equivalence.reference import tolerance
 pytestmark = pytest.mark.simulated(max_size=16)
 
 
-def frozen(**options: Any) -> Module:
+def frozen(**options) -> Module:
     """Return a model with a parameter that is not trained."""
     model = build(**options)
     next(iter(model.parameters())).requires_grad = False

@@ -6,7 +6,6 @@ import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +28,13 @@ USED = [
 ]
 
 
-def bindings() -> Any:
+def bindings():
     """Return the double of NVIDIA's bindings."""
     load()
     return import_module("nvmath.bindings.cublas")
 
 
-def calls(a: Any, b: Any, **options: Any) -> list[dict[str, int]]:
+def calls(a, b, **options) -> list[dict[str, int]]:
     """Return the calls of cuBLAS that a product takes."""
     bindings().CALLS.clear()
     gemm(a, b, **options)
@@ -46,7 +45,7 @@ def test_how_many_calls_a_product_takes(monkeypatch):
     """One wherever the stack is one, and few where it is heads of a batch."""
     xp = load()
 
-    def ones(*shape: int) -> Any:
+    def ones(*shape: int):
         return xp.ones(shape, BFLOAT16)
 
     (call,) = calls(ones(8, 5, 4), ones(4, 3))  # one matrix for all
@@ -62,7 +61,7 @@ def test_how_many_calls_a_product_takes(monkeypatch):
     (call,) = calls(ones(5, 9)[:, 2:6], ones(4, 7)[:, :3])
     assert (call["lda"], call["ldb"]) == (7, 9)
 
-    def heads(batch: int, number: int, time: int) -> Any:
+    def heads(batch: int, number: int, time: int):
         return ones(batch, time, number, 8).swapaxes(1, 2)
 
     # two calls cost less than copies

@@ -3,7 +3,6 @@ what helps.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -38,7 +37,7 @@ CARD = Card(
 )
 
 
-def named(name: str, module: str, text: str = "", **attributes: Any) -> Exception:
+def named(name: str, module: str, text: str = "", **attributes) -> Exception:
     """Return an error as a library has it."""
     return type(name, (RuntimeError,), {"__module__": module, **attributes})(text)
 

@@ -46,7 +46,7 @@ class Layout:
     steps: tuple[int, ...]
     slack: tuple[int, ...]
 
-    def place(self, xp: Any, values: Any, dtype: Any) -> Any:
+    def place(self, xp, values, dtype):
         """Return an array of these values that lies so."""
         shape = [
             values.shape[axis] * abs(self.steps[axis]) + self.slack[axis] for axis in self.order
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, kinds: list[tuple[Any, Any]]) -> Case:
     )  # type: ignore[arg-type]
 
 
-def check(xp: Any, case: Case):
+def check(xp, case: Case):
     """Compare the product with that of float64."""
     generator = np.random.Generator(np.random.PCG64(case.seed))
     a, b, out = (generator.integers(-3, 4, shape).astype(np.float64) for shape in case.shapes)

@@ -92,7 +92,7 @@ def read(words: str) -> dict[str, Any]:
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback():
-    def interrupted(words: Any) -> str:
+    def interrupted(words) -> str:
         raise KeyboardInterrupt
 
     assert say(interrupted) == 130
@@ -104,7 +104,7 @@ def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(error, monkeypat
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
 
-    def fails(words: Any) -> str:
+    def fails(words) -> str:
         raise error
 
     with pytest.raises(type(error)):

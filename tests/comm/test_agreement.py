@@ -1,7 +1,5 @@
 """Agreement: every mix of outcomes on simulated ranks, and on MPI."""
 
-from typing import Any
-
 import pytest
 
 from nnmpi import Group, NnmpiError, simulate
@@ -133,7 +131,7 @@ def test_a_phase_does_no_more_work_once_something_has_failed(group):
     assert str(caught.value) == ("damaged" if group.size == 1 else f"rank {last}: damaged")
 
 
-def refused(*everyones: list[object], show: Any = str) -> str:
+def refused(*everyones: list[object], show=str) -> str:
     return told(
         LayoutError,
         lambda: refuse_different(

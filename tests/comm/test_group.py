@@ -161,7 +161,7 @@ BARE = {
 }  # fmt: skip
 
 
-def _around(group: Group, sent: Any, received: Any) -> tuple[list[Any], list[Any]]:
+def _around(group: Group, sent, received) -> tuple[list[Any], list[Any]]:
     rank, size = group.rank, group.size
     return [((rank + 1) % size, sent)], [((rank - 1) % size, received)]
 
@@ -190,7 +190,7 @@ def test_arrays_of_numpys_subclasses_are_plain_ones_or_refused(group, call):
     """What is under a mask would count as a value."""
 
     class Named(np.ndarray):
-        def __array_ufunc__(self, *arguments: Any, **named: Any) -> Any:
+        def __array_ufunc__(self, *arguments, **named):
             raise AssertionError("nnmpi computes with plain arrays")
 
     masked = np.ma.masked_array(np.ones(3), [0, 1, 0])

@@ -5,7 +5,6 @@ planted fault.
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +127,7 @@ def without(steps: Plan, *places: tuple[int, int]) -> Plan:
     ]
 
 
-def changed(steps: Plan, rank: int, index: int, **change: Any) -> Plan:
+def changed(steps: Plan, rank: int, index: int, **change) -> Plan:
     steps[rank][index] = replace(steps[rank][index], **change)
     return steps
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ def run(tmp_path, capfd):
 def said(capfd):
     """Return what a command prints."""
 
-    def printed(main: Any, words: str, ranks: int = 1) -> str:
+    def printed(main, words: str, ranks: int = 1) -> str:
         capfd.readouterr()
         on_ranks(main, words, ranks)
         return str(capfd.readouterr().out)

@@ -22,7 +22,7 @@ from nnmpi.train.signature import ModelSignature
 Draw = np.random.Generator
 
 
-def asked(said: Any, folder: Path, files: Any, ranks: int = 1) -> np.ndarray[Any, Any]:
+def asked(said, folder: Path, files, ranks: int = 1) -> np.ndarray[Any, Any]:
     """Return the probabilities that the command prints for files, in float32."""
     words = " ".join(map(str, files))
     answer = json.loads(said(predict, f"{folder} {words} --format json", ranks))
@@ -139,7 +139,7 @@ def test_tables(tmp_path, run, said):
     right = asked(said, folder, [write(tmp_path / "b.csv", [header, *table])], 2)
     assert len({*map(bytes, right)}) > 30, "different rows"
 
-    def columns(some: list[int], order: Any = range(7)) -> dict[str, list[str]]:
+    def columns(some: list[int], order=range(7)) -> dict[str, list[str]]:
         return {header[k].upper(): [table[i][k] for i in some] for k in order}
 
     with pytest.warns(UserWarning, match="missing number|not seen"):

@@ -1,7 +1,6 @@
 """Spreading a model: what each rank gets, and what is refused with what would work."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +54,7 @@ def refuse(
     layout: Layout,
     sentence: str,
     error: type[Exception] = LayoutError,
-    **options: Any,
+    **options,
 ):
     try:
         place(group, layout, **options)
@@ -240,7 +239,7 @@ def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(group, monkeypatch):
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     busy = iter([{0, 1, 2, 3}, {0, 1}, {1}, {5}, {4}, {3}] * group.size)
 
-    def sweep(measured: Any, x: Tensor, backend: Any) -> list[LayerCost]:
+    def sweep(measured, x: Tensor, backend) -> list[LayerCost]:
         slow = next(busy)
         return [
             replace(cost, forward_s=s, keep_s=s, backward_s=2 * s)

@@ -31,7 +31,7 @@ def freeze(model: nn.Module):
         parameter.requires_grad = name != "1.weight"
 
 
-def by_hand(make: Any) -> dict[str, Any]:
+def by_hand(make) -> dict[str, Any]:
     model, average = network().initialize(0, dtype="float64"), dict[str, Any]()
     optimizer = make(model.storage, lr=0.02)
     freeze(model)
@@ -45,7 +45,7 @@ def by_hand(make: Any) -> dict[str, Any]:
     return average
 
 
-def averaged(group: Group, layout: dict[str, Any], folder: Any = None, **options: Any) -> Any:
+def averaged(group: Group, layout: dict[str, Any], folder=None, **options):
     """Return the average, on rank 0; with a folder, save after 7 batches, or go on from there."""
     options = {"make": ADAM, "lr": 0.02, "dtype": "float64", "ema": DECAY, **options}
     worker = arranged(network(), group, Layout(**layout), **grouped(**options))

@@ -27,7 +27,7 @@ class Moving(nn.Module):
             self.move(x.data)
         return x - shift
 
-    def move(self, x: Any):
+    def move(self, x):
         """Move the mean towards that of these rows."""
         self.mean.data += 0.1 * (x.mean(0) - self.mean.data)
 
@@ -37,7 +37,7 @@ class Careful(Moving):
 
     all_reduce: Any = None
 
-    def move(self, x: Any):
+    def move(self, x):
         """Move the mean towards that of all ranks' rows."""
         sums = np.array([*x.sum(0), len(x)])
         if not nn.current().again:

@@ -3,7 +3,6 @@ serial run, and as the operation itself gives it.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ LOSSES = {
 }
 
 
-def plain(loss: Any) -> Any:
+def plain(loss):
     """Return the mean over all labels, as the operation computes it."""
     function = getattr(loss, "func", getattr(loss, "function", None))
     options = {**getattr(loss, "keywords", getattr(loss, "options", {})), "reduction": "mean"}
@@ -93,11 +92,11 @@ def test_the_mean_is_over_the_weights_of_all_labels(name, ranks, layout):
 
 
 def test_what_cannot_be_one_mean_is_refused():
-    def program(group: Group, loss: Any, kind: Any = Worker):
+    def program(group: Group, loss, kind=Worker):
         model = models.mlp((6,), 4).initialize(seed=0)
         kind(model, optim.SGD(model.storage, lr=0.3), group, loss=loss)
 
-    def simulated(loss: Any, kind: Any = Worker):
+    def simulated(loss, kind=Worker):
         nnmpi.simulate(lambda group: program(group, loss, kind), 2)
 
     for reduction in ("mean", "sum"):

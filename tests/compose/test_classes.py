@@ -54,7 +54,7 @@ class Net(nn.Module):
         self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.sharding = {"head": Sharding.COLUMN}
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         """Return logits."""
         return self.head(ops.tanh(self.first(x)))
 

@@ -3,7 +3,6 @@ write.
 """
 
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_layers_run_once_for_single_tokens(monkeypatch):
     seen = []
     forward = nn.Embedding.forward
 
-    def noted(module: nn.Embedding, indices: Any) -> Tensor:
+    def noted(module: nn.Embedding, indices) -> Tensor:
         seen.append(indices.shape)
         return forward(module, indices)
 

@@ -1,7 +1,6 @@
 """Layers in training: eager on one rank, and recorded and replayed on ranks with uneven rows."""
 
 from math import prod
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ LABELS = np.random.default_rng(1).integers(0, 3, (STEPS, ROWS))
 class Unrolled(nn.Module):
     """A cell over time."""
 
-    def __init__(self, cell: Any):
+    def __init__(self, cell):
         self.cell = cell
 
     def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
@@ -102,7 +101,7 @@ def test_a_compiled_step_is_the_eager_one(name):
     optimizer = optim.SGD(model.storage, lr=0.1)
 
     @nnmpi.compile
-    def step(x: Any, y: Any) -> nnmpi.Tensor:
+    def step(x, y) -> nnmpi.Tensor:
         model.zero_grad()
         loss = ops.cross_entropy(model(x), y)
         loss.backward()

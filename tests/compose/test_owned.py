@@ -24,7 +24,7 @@ def loader_of(group: Group) -> Loader:
     return Loader(dataset(), BATCH, dtype="float64", workers=0, **where)
 
 
-def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
+def train(worker, loader: Loader) -> np.ndarray[Any, Any]:
     """Train for two epochs and return the weights."""
     for epoch in range(EPOCHS):
         worker.run(loader, epoch, 0, BATCHES, epoch * BATCHES, lambda step: 0.1 / (1 + step))
@@ -48,7 +48,7 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(group, monkeypatch):
     seen = []
     part = Loader.part
 
-    def noted(self: Loader, *args: Any, **options: Any) -> Any:
+    def noted(self: Loader, *args, **options):
         batch = part(self, *args, **options)
         seen.extend(batch.indices.tolist())
         return replace(batch)

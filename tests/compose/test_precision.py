@@ -3,7 +3,6 @@ go together.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,14 +53,14 @@ class Fuse(Module):
 
 
 def fused(
-    group: Group, layout: Layout | None, **options: Any
+    group: Group, layout: Layout | None, **options
 ) -> tuple[Worker, Fuse | None, Iterator[Batch]]:
     """Return a worker of a model with a Fuse between two layers, that Fuse if it is on this rank,
     and the batches.
     """
     fuse = Fuse()
 
-    def model(*_: Any) -> Module:
+    def model(*_) -> Module:
         first, last = nn.Linear(64, 20), nn.Linear(20, 10)
         result = nn.Sequential(nn.Flatten(), first, nn.Tanh(), fuse, last)
         result.sharding = {"1": nn.Sharding.COLUMN, "4": nn.Sharding.ROW}

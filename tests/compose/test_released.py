@@ -2,8 +2,6 @@
 before.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -99,7 +97,7 @@ def small() -> nn.Module:
     return models.mlp((6,), 3, hidden=[8, 8])
 
 
-def worker_of(group: Group, model: nn.Module, **options: Any) -> Worker:
+def worker_of(group: Group, model: nn.Module, **options) -> Worker:
     return Worker(model, optim.SGD(model.storage, lr=0.1), group, **options)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,10 +96,10 @@ def train(
     kind: Kind,
     layout: Layout,
     replayed: bool,
-    change: Any = None,
+    change=None,
     epochs: int = EPOCHS,
-    **options: Any,
-) -> Any:
+    **options,
+):
     """Return what some epochs of training report and leave, and how many passes were replayed.
 
     A trace is recorded of the others: what is looked at runs as it stands.
@@ -137,7 +136,7 @@ def train(
     return seen, left, replays
 
 
-def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **options: Any):
+def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **options):
     seen, left, replays = train(group, kind, layout, True, **options)
     plain, expected, none = train(group, kind, layout, False, **options)
     assert seen == plain
@@ -214,7 +213,7 @@ def test_no_pass_outlives_its_batch(group, monkeypatch):
     loader = Loader(images(), 7, where, microbatches=2)
     begin, passes = worker.passes.begin, []
 
-    def watched(*args: Any) -> BatchPass:
+    def watched(*args) -> BatchPass:
         now = begin(*args)
         passes.append(weakref.ref(now))
         return now
@@ -347,13 +346,13 @@ class Doubling(nn.Module):
 class Bent(Function):
     """An operation as one writes NumPy."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         y = x * x + np.linalg.norm(x, axis=-1, keepdims=True)
         y += x
         self.saved = (x,)
         return y
 
-    def backward(self, grad: Any) -> Any:
+    def backward(self, grad):
         (x,) = self.saved
         length = np.linalg.norm(x, axis=-1, keepdims=True)
         result = 2 * x * grad + grad

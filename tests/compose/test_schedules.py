@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.worker_options import arranged
 TRAINING = ["gpipe", "1f1b", "zero-bubble", "v-half", "pipedream"]
 
 
-def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:
+def losses(group: Group, schedule, microbatches: int = 4) -> list[float]:
     """Return a few steps' losses."""
     layout = Layout(
         pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
@@ -40,7 +39,7 @@ def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:
     return [worker.step(batch).loss for epoch in range(3) for batch in loader.epoch(epoch)]
 
 
-def stages(schedule: Any) -> int:
+def stages(schedule) -> int:
     return Layout(pp=2, pipeline=schedule).stages_per_rank
 
 

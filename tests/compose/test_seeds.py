@@ -3,7 +3,6 @@ seed is repeatable.
 """
 
 import hashlib
-from typing import Any
 
 import pytest
 
@@ -16,10 +15,10 @@ SEEDS = [range(4), once_more(range(4, 60), reason=MORE_SEEDS)]
 UNBOUND = (Sync("asp"), Sync("ssp", staleness=4), Sync("ssp", staleness=1))
 
 
-def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options: Any) -> Any:
+def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options):
     """Train in a simulated world; return the reports, and a hash of all that was learnt."""
 
-    def main(group: Group) -> Any:
+    def main(group: Group):
         worker = make(group, sync, "momentum", **options)
         reports = train(worker)
         learnt = hashlib.sha256(everything(worker).tobytes()).hexdigest()

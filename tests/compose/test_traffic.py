@@ -1,7 +1,5 @@
 """`comm_bytes` and `comm_calls`: the arrays that collectives summed, once each."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ def mlp() -> nn.Module:
     return models.mlp((6,), 3, hidden=[8, 8])
 
 
-def traffic(group: Group, layout: Layout, model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:
+def traffic(group: Group, layout: Layout, model: nn.Module, x, y) -> tuple[int, int, int]:
     """Return a step's bytes and calls, without its numbers', and this rank's parameters' bytes."""
     exchange = GradientExchange(fused_update=False)
     worker = arranged(model, group, layout, x[:1], exchange=exchange)

@@ -174,7 +174,7 @@ def test_freezing_between_steps_wants_a_new_worker(group):
 def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(group, monkeypatch):
     real = Group.broadcast
 
-    def slow(self: Group, *args: Any):
+    def slow(self: Group, *args):
         real(self, *args)
         if self.rank == self.size - 1:
             time.sleep(0.05)
@@ -310,7 +310,7 @@ def test_averaged_weights_go_in_and_out(layout, ranks):
     """The ranks share one copy of the weights, which one writes while another still reads."""
     train, test = data.load("iris")
 
-    def program(group: Group, **layout: Any) -> list[float]:
+    def program(group: Group, **layout) -> list[float]:
         net = models.mlp((4,), 3, hidden=[8])
         worker = arranged(net, group, Layout(**layout), dtype="float64", lr=0.2)
         model = worker.model
@@ -364,7 +364,7 @@ def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule, own):
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(8, 6)).astype("float32"), np.arange(8) % 3
 
-    def refusing(logits: nnmpi.Tensor, labels: Any) -> nnmpi.Tensor:
+    def refusing(logits: nnmpi.Tensor, labels) -> nnmpi.Tensor:
         return ops.cross_entropy(logits, labels, reduction="none")
 
     def program(group: Group) -> list[Any]:
@@ -411,7 +411,7 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout, again):
         where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
         model = where.model.initialize(seed=0, storage=where.storage)
 
-        def loss(logits: nnmpi.Tensor, labels: Any) -> nnmpi.Tensor:
+        def loss(logits: nnmpi.Tensor, labels) -> nnmpi.Tensor:
             if again:
                 logits = logits + model(np.ones((1, 6), "float32"))
             each = ops.cross_entropy(logits, labels, reduction="none")

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -138,7 +137,7 @@ def make_good(place: Path):
     simulate(lambda group: export.main([f"{place}/mlp"], group), 1)
 
 
-def on_one_rank(main: Any, *words: object) -> Callable[[], object]:
+def on_one_rank(main, *words: object) -> Callable[[], object]:
     """Return a call of a collective command."""
     return lambda: simulate(lambda group: main([*map(str, words)], group), 1)
 
@@ -192,7 +191,7 @@ def _commands(run: Path) -> list[Callable[[], object]]:
     ]
 
 
-def _damage_json(value: Any, draw: Random) -> Any:
+def _damage_json(value, draw: Random):
     """Return a JSON value with something hostile somewhere in it."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name = draw.choice([*value])

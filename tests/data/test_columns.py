@@ -3,7 +3,6 @@
 import gzip
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
 
 
-def table(folder: Path, text: str, predicts: Any = "any", **rules: Any) -> Dataset:
+def table(folder: Path, text: str, predicts="any", **rules) -> Dataset:
     path = folder / "t.csv"
     path.write_text(text)
     return to_dataset(read_csv(path, TableRules(**rules)), "t", predicts=predicts)

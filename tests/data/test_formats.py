@@ -35,7 +35,7 @@ Damage = Callable[[bytes], bytes]
 # ---- CSV ----
 
 
-def table(tmp_path: Path, text: str, **options: Any) -> Dataset:
+def table(tmp_path: Path, text: str, **options) -> Dataset:
     path = tmp_path / "t.csv"
     path.write_text(text)
     return to_dataset(read_csv(path), "t", **options)
@@ -129,7 +129,7 @@ Y = np.arange(20) % 4
 TOKENS = np.arange(40).reshape(20, 2)
 
 
-def pair(folder: Path, **arrays: Any) -> tuple[Dataset, Dataset]:
+def pair(folder: Path, **arrays) -> tuple[Dataset, Dataset]:
     np.savez(folder / "a.npz", **arrays)
     return load(str(folder / "a.npz"))
 

@@ -16,7 +16,7 @@ X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3
 
 
-def assert_same(*batches: Any):
+def assert_same(*batches):
     for field in ("x", "y"):
         np.testing.assert_array_equal(*(getattr(batch, field) for batch in batches))
 
@@ -30,7 +30,7 @@ class Counted:
     def __len__(self) -> int:
         return 7
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int):
         self.read[i] += 1
         return self.item(i)
 
@@ -48,17 +48,17 @@ class Frame:
     def __len__(self) -> int:
         return len(self.table[self.columns[0]])
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         return (
             Frame({name: self.table[name] for name in key})
             if isinstance(key, list)
             else self.table[key]
         )
 
-    def to_numpy(self) -> Any:
+    def to_numpy(self):
         return np.array([*zip(*self.table.values(), strict=True)], object)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return self.to_numpy()
 
 
@@ -211,21 +211,21 @@ def test_a_row_without_a_label_is_no_class(label):
         Loader(frame, 3)
 
 
-def used_up() -> Any:
+def used_up():
     return next(iter(()))
 
 
 class Lazy:
     """A label that is computed when it is read."""
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return used_up()
 
 
 class Rows(Dataset):
     """A data set of one's own, which reads many samples at once."""
 
-    def pair(self, indices: Any, *rest: Any) -> Any:
+    def pair(self, indices, *rest):
         return used_up() if 4 in indices else super().pair(indices, *rest)
 
 

@@ -1,7 +1,6 @@
 import threading
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +192,7 @@ def test_all_threads_make_batches_at_once():
     """With two batches ahead and no more, the third and fourth thread would wait for ever."""
     together = threading.Barrier(4)
 
-    def meet(x: Any, *_: Any) -> Any:
+    def meet(x, *_):
         together.wait(20)
         return x
 

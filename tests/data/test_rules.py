@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,20 +22,20 @@ def write(folder: Path, lines: Sequence[str], name: str = "t.csv") -> Path:
     return path
 
 
-def full(folder: Path, lines: Sequence[str], name: str = "t.csv", **options: Any) -> Dataset:
+def full(folder: Path, lines: Sequence[str], name: str = "t.csv", **options) -> Dataset:
     rules = TableRules(**options)
     return to_dataset(read_csv(write(folder, lines, name), rules), "t", predicts="any")
 
 
 def other(
-    folder: Path, lines: Sequence[str], like: Dataset, labelled: bool = False, **options: Any
+    folder: Path, lines: Sequence[str], like: Dataset, labelled: bool = False, **options
 ) -> Table:
     """Return another table, read by the rules of the first."""
     rules = TableRules(encoding=like.encoding, **options)
     return read_csv(write(folder, lines, "o.csv"), rules, labelled)
 
 
-def refused(folder: Path, match: str, lines: Sequence[str], **options: Any):
+def refused(folder: Path, match: str, lines: Sequence[str], **options):
     with pytest.raises(DataError, match=match):
         full(folder, lines, **options)
 
@@ -105,7 +104,7 @@ def test_another_table_has_a_mark_of_its_own(tmp_path):
     data = full(tmp_path, lines)
     earlier = replace(data, encoding=tuple(replace(item, mark="") for item in data.encoding))
 
-    def first(lines: list[str], like: Dataset = data, **options: Any) -> tuple[float, bool]:
+    def first(lines: list[str], like: Dataset = data, **options) -> tuple[float, bool]:
         table = other(tmp_path, lines, like, **options)
         return float(table.features[-1, 0]), "the training table's decimal mark" in str(table.notes)
 
@@ -397,7 +396,7 @@ def test_oranges_header_lines_are_no_samples(tmp_path, third):
 TRAIN = ["h,W,y", *(f"{170 + i},{60 + i}.5,{'st'[i % 2]}" for i in range(20))]
 
 
-def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options: Any) -> Table:
+def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options) -> Table:
     return other(folder, lines, full(folder, TRAIN), labelled, **options)
 
 
@@ -467,7 +466,7 @@ def test_labels_that_are_no_classes_are_refused_or_said(tmp_path):
     stamps = ["a,k", *(f"{i % 3},{1_700_000_000 + i // 3}" for i in range(4000))]
     refused(tmp_path, "1334 different labels", stamps)
 
-    def arrays(y: Any) -> Dataset:
+    def arrays(y) -> Dataset:
         np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((len(y), 2)), y=y)
         return load(str(tmp_path / "a.npz"))[0]
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -467,7 +466,7 @@ def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does():
     replace, regex = library.normalizers.Replace, library.Regex
     doubling = replace("a", "aa")
 
-    def with_parts(**parts: Any) -> Any:
+    def with_parts(**parts):
         model = library.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")
         result = library.Tokenizer(model)
         for name, part in parts.items():

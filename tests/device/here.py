@@ -2,19 +2,17 @@
 fake`.
 """
 
-from typing import Any
-
 import numpy as np
 
 from nnmpi.tensor.tensor import Tensor
 
 
-def here(values: Any) -> Any:
+def here(values):
     """Return the values as an array of this run."""
     return Tensor(values).data
 
 
-def zeros(shape: Any, dtype: Any = "float64") -> Any:
+def zeros(shape, dtype="float64"):
     """Return zeros as an array of this run."""
     return here(np.zeros(shape, dtype))
 

@@ -5,7 +5,6 @@ that device code runs where there is no device.
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import cupy_backend
@@ -14,7 +13,7 @@ FOLDER = Path(__file__).parent / "fake"
 PACKAGES = ("cupy", "cupyx", "cupy_backends", "nvmath", "cudnn")
 
 
-def load() -> Any:
+def load():
     """Return the double, as the module `cupy` from now on; a real CuPy that is loaded makes way."""
     result = sys.modules.get("cupy")
     if result is None or not _is_double(result):
@@ -28,7 +27,7 @@ def load() -> Any:
     return result
 
 
-def _is_double(module: Any) -> bool:
+def _is_double(module) -> bool:
     return Path(module.__file__ or "").is_relative_to(FOLDER)
 
 

@@ -115,7 +115,7 @@ class Everywhere:
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]
 
-    def pytest_terminal_summary(self, terminalreporter: Any):
+    def pytest_terminal_summary(self, terminalreporter):
         """Say how many tests stay on the host, and why."""
         for words in sorted(set(self._host_only)):
             terminalreporter.write_line(f"host only {self._host_only.count(words)}: {words}")
@@ -142,7 +142,7 @@ class Everywhere:
         """Let the engine's default be the device."""
         plain = backends.numpy_backend
 
-        def numpy_backend() -> Any:
+        def numpy_backend():
             return self._backend if self._on and module(sys._getframe(1)) != HOST else plain()
 
         for item in list(sys.modules.values()):
@@ -153,7 +153,7 @@ class Everywhere:
         """Upload what a test gives to a tensor or an operation."""
         make, apply = Tensor.__init__, Function.__call__
 
-        def make_tensor(tensor: Any, data: Any, *args: Any, **kwargs: Any):
+        def make_tensor(tensor, data, *args, **kwargs):
             if self._on and is_tests(sys._getframe(1)):
                 if isinstance(data, np.ndarray):
                     data = self._upload(data)
@@ -163,7 +163,7 @@ class Everywhere:
                     return
             make(tensor, data, *args, **kwargs)
 
-        def call(function: Any, *inputs: Any) -> Any:
+        def call(function, *inputs):
             recorder = active()
             # one that no graph contains is called between two graphs, and reads host arrays there
             is_between = recorder is not None and recorder.captures and function.is_whole(recorder)
@@ -178,22 +178,22 @@ class Everywhere:
         Tensor.__init__ = make_tensor  # type: ignore[method-assign]
         Function.__call__ = call  # type: ignore[method-assign]
 
-    def _uploading(self, function: Any) -> Any:
+    def _uploading(self, function):
         """Return a method that uploads the arrays that a test gives to it."""
 
         @wraps(function)
-        def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(thing, *args, **kwargs):
             if self._on and is_tests(sys._getframe(1)):
                 args = tuple(self._upload(x) if is_host(x) else x for x in args)
             return function(thing, *args, **kwargs)
 
         return call
 
-    def _is_here(self, x: Any) -> bool:
+    def _is_here(self, x) -> bool:
         """Return whether x is a tensor on the device."""
         return isinstance(x, Tensor) and isinstance(x.data, self._array)
 
-    def _upload(self, array: Any) -> Any:
+    def _upload(self, array):
         """Return the array on the device, lying as it lay on the host."""
         if array.flags.c_contiguous:
             return self._backend.asarray(array)
@@ -237,10 +237,10 @@ def from_test(frame: FrameType | None) -> list[Any]:
     ]
 
 
-def is_host(x: Any) -> bool:
+def is_host(x) -> bool:
     """Return whether x is an array of the host's."""
     return type(x) is np.ndarray
 
 
-def _is_among(x: Any, given: list[Any]) -> bool:
+def _is_among(x, given: list[Any]) -> bool:
     return is_host(x) and any(x is item or np.may_share_memory(x, item) for item in given)

@@ -72,7 +72,7 @@ def survey() -> dict[str, Any]:
     return result
 
 
-def entry(value: Any) -> str:
+def entry(value) -> str:
     """Return what a name stands for, in the words of this file's first lines."""
     if isinstance(value, type):
         return "type"
@@ -83,7 +83,7 @@ def entry(value: Any) -> str:
     return f"{'ufunc' if type(value).__name__ == 'ufunc' else 'function'} {parameters(value)}"
 
 
-def parameters(function: Any) -> str:
+def parameters(function) -> str:
     """Return the parameters, `name=` for one that has a default; "?" where nothing tells them."""
     try:
         return _of_signature(inspect.signature(function))

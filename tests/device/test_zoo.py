@@ -5,7 +5,6 @@ import signal
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.host_only("the benchmark has a device of its own")
 TIMING = measure.Timing(rounds=2, block_s=1e-9)
 
 
-def row(name: str, seconds: float, part: int = 0, **more: Any) -> measure.Row:
+def row(name: str, seconds: float, part: int = 0, **more) -> measure.Row:
     """Return a row of a case as it is measured."""
     blocks = [seconds, seconds, 3 * seconds]
     fixed = {"case": "a", "mode": TF32, "batch": 8, "part": part, "name": name}

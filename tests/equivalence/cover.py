@@ -19,7 +19,6 @@ one model.
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 
 from nnmpi import Layout, models
 from nnmpi.comm.algorithms.registry import AUTO, NAMES
@@ -106,7 +105,7 @@ def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: Any) -> Layout:
+def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options) -> Layout:
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
     Ranks have two stages each under the interleaved schedule, or three where there are two ranks;
@@ -123,7 +122,7 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
     )
 
 
-def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
+def kinds(world: int, setup: Setup, **options) -> list[Layout]:
     """Return a layout of each kind that so many ranks have, under the schedules in turn."""
     chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, layers(setup))}
     result = []

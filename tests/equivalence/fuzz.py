@@ -71,7 +71,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return name, layout, worker
 
 
-def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]) -> Any:
+def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]):
     """Return the number of layers of each stage."""
     dataset = setup.data()
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)

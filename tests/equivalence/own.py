@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -342,6 +341,6 @@ def free(sample_shape: tuple[int, ...], classes: int) -> Module:
     return Free(prod(sample_shape), classes)
 
 
-def integers(x: Any) -> Any:
+def integers(x):
     """Return the digits' brightness as integers."""
     return np.rint(x).astype(np.int64)

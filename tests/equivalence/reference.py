@@ -79,7 +79,7 @@ _under_way = []  # what simulated ranks of this process compute
 LOOK_S = 0.01
 
 
-def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
+def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options) -> Run:
     """Train for some steps on the group; layout and worker options say how, and must not change
     what.
     """
@@ -104,9 +104,7 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
     )
 
 
-def serial_run(
-    setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any
-) -> Run:
+def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worker_options) -> Run:
     """Return the run of one rank, made by the first test that asks for it; not to be changed."""
     expected = (setup, layout, worker_options, on_device())
     while expected in _under_way:
@@ -129,7 +127,7 @@ def build(
     layout: Layout | None = None,
     counts: bool = False,
     replays: bool = True,
-    **worker_options: Any,
+    **worker_options,
 ) -> Worker:
     """Return a worker with a new model.
 

@@ -90,19 +90,19 @@ def numbers() -> Dataset:
     return replace(digits(), y=y.astype(np.float32), classes=0)
 
 
-def gpt(*_: Any, heads: int = 5, features: int = 10, **more: Any) -> Module:
+def gpt(*_, heads: int = 5, features: int = 10, **more) -> Module:
     """Return a small language model of attention."""
     return models.gpt(
         TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1, **more
     )
 
 
-def lstm(*_: Any, tied: bool = True) -> Module:
+def lstm(*_, tied: bool = True) -> Module:
     """Return one of long short-term memory."""
     return models.lstm(TOKENS, features=9 + tied, layers=2 + tied, dropout=0.1, tied=tied)
 
 
-def few_tokens(*_: Any) -> Module:
+def few_tokens(*_) -> Module:
     """Return one that multiplies its table: of fewer tokens than features."""
     return models.lstm(TOKENS, features=TOKENS + 1)
 

@@ -1,7 +1,6 @@
 """Evaluation, under every kind of layout, changes nothing of the training around it."""
 
 from itertools import islice
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ def test_evaluating_between_steps_changes_nothing(group, alone):
     """
     setup = NOISY
 
-    def work(worker: Any) -> list[float]:
+    def work(worker) -> list[float]:
         result = []
         for batch in islice(batches(setup, worker), 4):
             report = evaluate(setup, worker)

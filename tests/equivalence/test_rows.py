@@ -8,7 +8,6 @@ replayed under one layout of each row; `compose/test_replayed.py` compares repla
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_it_is_the_serial_run(group, alone, name):
         )
 
 
-def name(case: Any) -> str:
+def name(case) -> str:
     if isinstance(case, Setup):
         return case.model.__name__
     axes = [

@@ -5,7 +5,6 @@ the last bit.
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ def ranks(group):
     return Group(group.comm)
 
 
-def build(group: Group, optimizer: str = "adamw", **options: Any) -> Worker:
+def build(group: Group, optimizer: str = "adamw", **options) -> Worker:
     """Return a worker for the digits."""
     return reference.build(replace(SETUP, optimizer=optimizer), group, **options)
 

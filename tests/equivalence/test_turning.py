@@ -3,7 +3,6 @@ turn, uneven.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def test_stages_there_and_back_give_the_serial_run(group, alone, name):
 def test_outputs_come_from_the_rank_of_the_last_stage(group):
     x = np.random.default_rng(0).normal(size=(7, 5))
 
-    def outputs(ranks: Group) -> Any:
+    def outputs(ranks: Group):
         layout = Layout(pp=ranks.size, pipeline="zb-v" if ranks.size > 1 else "1f1b")
         where = arrange(mlp([5], 3, [8] * 6), ranks, layout, x[:4], "float64")
         where.model.initialize(seed=0, dtype="float64")

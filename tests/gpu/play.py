@@ -30,12 +30,12 @@ MODES = [
 TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 8e-3, BF16: 3e-2, FP16: 4e-3}
 
 
-def precise(mode: str) -> Any:
+def precise(mode: str):
     """Return the context of a mode; float64 needs none."""
     return nullcontext() if mode in (FLOAT64, FLOAT32) else use_precision(mode)
 
 
-def rounded(values: Any, mode: str) -> Any:
+def rounded(values, mode: str):
     """Return float64 values that the mode's dtype has exactly."""
     low = low_dtype(mode) if mode in (BF16, FP16) else None
     dtype = low if low is not None else np.dtype(FLOAT64 if mode == FLOAT64 else FLOAT32)
@@ -107,6 +107,6 @@ def exact(sample: Sample, mode: str) -> Sample:
     return replace(sample, inputs=[rounded(x, mode) for x in sample.inputs], fixed=fixed)
 
 
-def no_waiting(refuse: bool = True) -> Any:
+def no_waiting(refuse: bool = True):
     """Refuse hidden synchronization inside the block, or allow it again, by CuPy's own switch."""
     return import_module("cupyx").allow_synchronize(not refuse)

@@ -43,28 +43,28 @@ class Sample:
     floats: int = 0
 
 
-def anywhere(*sizes: int, draw: np.random.Generator = DRAW) -> Any:
+def anywhere(*sizes: int, draw: np.random.Generator = DRAW):
     """Return numbers between -2 and 2."""
     return draw.uniform(-2, 2, sizes)
 
 
-def positive(*sizes: int, draw: np.random.Generator = DRAW) -> Any:
+def positive(*sizes: int, draw: np.random.Generator = DRAW):
     """Return numbers between 0.5 and 2."""
     return draw.uniform(0.5, 2, sizes)
 
 
-def nonzero(*sizes: int) -> Any:
+def nonzero(*sizes: int):
     """Return numbers of both signs, at least 0.5 from 0."""
     return positive(*sizes) * DRAW.choice((-1.0, 1.0), sizes)
 
 
-def images(n: int, h: int, w: int, c: int) -> Any:
+def images(n: int, h: int, w: int, c: int):
     """Return images of whole numbers that differ from all their neighbours, none of them 0."""
     places = np.indices((n, h, w, c))
     return ((3 * places[0] + 7 * places[1] + 13 * places[2] + 29 * places[3]) % 251 - 125.5) / 8
 
 
-def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain") -> Sample:
+def unary(public: str, function, domain=anywhere, name: str = "plain") -> Sample:
     """Return the row of a function of one array of any shape."""
     return Sample(public, name, function, [domain(ROWS, COLUMNS)])
 
@@ -72,7 +72,7 @@ def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain
 def layer(
     public: str,
     name: str,
-    function: Any,
+    function,
     sizes: Sequence[tuple[int, ...]],
     scale: float = 1.0,
 ) -> Sample:
@@ -81,7 +81,7 @@ def layer(
     return Sample(public, name, function, inputs, (), len(sizes) - 1)
 
 
-def dense(public: str, function: Any, form: str = "") -> list[Sample]:
+def dense(public: str, function, form: str = "") -> list[Sample]:
     """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away
     from ReLU's kink.
     """
@@ -98,7 +98,7 @@ def dense(public: str, function: Any, form: str = "") -> list[Sample]:
     return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
-def pooling(public: str, function: Any) -> list[Sample]:
+def pooling(public: str, function) -> list[Sample]:
     """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a
     border.
     """

@@ -53,7 +53,7 @@ def require_same(loader: Loader, device: Backend, start: int = 0):
     assert count == loader.batches_per_epoch
 
 
-def bytes_of(shape: tuple[int, ...], labels: Any) -> Dataset:
+def bytes_of(shape: tuple[int, ...], labels) -> Dataset:
     """Return a data set of bytes: every other row of an array, so that its samples have gaps."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (2 * len(labels), *shape), dtype=np.uint8)[::2]
@@ -91,7 +91,7 @@ def test_a_data_set_stays_on_the_device(device, monkeypatch):
     """It is copied once; another data set, and another transform, are followed."""
     copied = []
 
-    def count(backend: Backend, array: Any) -> Any:
+    def count(backend: Backend, array):
         copied.append(array.nbytes)
         return resident(backend, array)
 

@@ -55,7 +55,7 @@ class Play:
                 graph = self.stream.end_capture()
         return graph, result
 
-    def launch(self, graph: Any):
+    def launch(self, graph):
         """Launch a graph and wait for it."""
         graph.launch(self.stream)
         self.stream.synchronize()

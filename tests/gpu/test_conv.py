@@ -78,12 +78,12 @@ def arrays(case: Case, seed: int = 0) -> list[Any]:
     ]
 
 
-def grad_of(shape: tuple[int, ...]) -> Any:
+def grad_of(shape: tuple[int, ...]):
     """Return a gradient of small whole numbers."""
     return np.random.default_rng(1).integers(-1, 2, shape).astype(np.float64)
 
 
-def on_host(function: Any, case: Case) -> list[Any]:
+def on_host(function, case: Case) -> list[Any]:
     """Return the result and all gradients, by NumPy in float64."""
     leaves = [Tensor(x, requires_grad=True) for x in arrays(case)]
     y = function(*leaves, *([] if case.bias else [None]), *case.options)
@@ -91,7 +91,7 @@ def on_host(function: Any, case: Case) -> list[Any]:
     return [y.data, *(leaf.grad for leaf in leaves)]
 
 
-def on_device(device: Backend, function: Any, case: Case, mode: str) -> list[Any]:
+def on_device(device: Backend, function, case: Case, mode: str) -> list[Any]:
     """Return the same by the device's library, and check the dtypes.
 
     Args:

@@ -27,7 +27,7 @@ LOSSES = (ops.mse, ops.mae, partial(ops.huber, delta=0.5), ops.binary_cross_entr
 DTYPES = {mode: np.dtype(mode) for mode in (FLOAT64, FLOAT32)} | {BF16: low_dtype(BF16)}
 
 
-def both_ways(backend: Backend, function: Any, *given: Any) -> dict[str, Any]:
+def both_ways(backend: Backend, function, *given) -> dict[str, Any]:
     """Return a function's result and gradients as float64, by name."""
     leaves = [Tensor(item, requires_grad=True) for item in given]
     y = function(*leaves)
@@ -62,7 +62,7 @@ def test_activations_of_any_size(device, function, mode, shape):
 def test_activations_of_views(device, function):
     x = np.random.default_rng(0).normal(size=(7, 6, 10)).astype("f4")
 
-    def view(y: Any) -> Any:
+    def view(y):
         return y.transpose(2, 0, 1)[::-1, :, 1::2]
 
     found = both_ways(device, function, view(device.asarray(x)))

@@ -1,7 +1,5 @@
 """What goes wrong on a device, each in a clear sentence."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -45,7 +43,7 @@ def test_more_than_the_card_has(real_device):
 HOST = r"host's memory \(input {} \(shape \({}\), float32\)"
 
 
-def tensor(xp: Any, *shape: int) -> Tensor:
+def tensor(xp, *shape: int) -> Tensor:
     """Return ones."""
     return Tensor(xp.ones(shape, "float32"))
 

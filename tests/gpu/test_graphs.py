@@ -127,9 +127,7 @@ def test_clipping_is_in_the_graph(device):
         optimizer = optim.AdamW(model.initialize(seed=2, backend=device).storage, lr=0.1)
         norms = []
 
-        def eager(
-            x: Tensor, y: Tensor, model: Any = model, optimizer: Any = optimizer, norms: Any = norms
-        ) -> Tensor:
+        def eager(x: Tensor, y: Tensor, model=model, optimizer=optimizer, norms=norms) -> Tensor:
             model.zero_grad()
             loss = ops.cross_entropy(model(x), y)
             loss.backward()
@@ -202,10 +200,10 @@ def test_a_step_that_has_changed_runs_once_before_it_is_captured_again(device):
 class Halved(Function):
     """A user's operation, which computes with Python."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x / 2
 
-    def backward(self, grad: Any) -> Any:
+    def backward(self, grad):
         return (grad / 2,)
 
 
@@ -257,7 +255,7 @@ def test_lengths_of_sequences_are_those_of_each_launch(device, place):
     lengths = np.array([5, 2, 3])
     held = device.asarray(lengths) if place == "device" else lengths.copy()
 
-    def eager(x: Tensor, given: Any) -> Tensor:
+    def eager(x: Tensor, given) -> Tensor:
         layer.zero_grad()
         loss = (layer(x, held if given is None else given) ** 2).sum()
         loss.backward()
@@ -302,7 +300,7 @@ def test_text_of_a_model_that_cannot_be_captured_goes_on(device):
         def __init__(self):
             self.model = models.gpt(19, 20, features=12, layers=2, heads=3)
 
-        def forward(self, tokens: Any) -> Tensor:
+        def forward(self, tokens) -> Tensor:
             return self.model(tokens) * Tensor(device.asarray(np.full(19, 2.0, "float32")))
 
     model = Scaled().initialize(seed=2, backend=device)
@@ -322,10 +320,10 @@ def test_gradients_of_a_step_that_is_done_again_are_its_own(device):
     class Copied(Function):
         captured = True
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return x * 2
 
-        def backward(self, grad: Any) -> Any:
+        def backward(self, grad):
             return (grad * device.asarray(np.full(3, 2.0, "float32")),)
 
     a, b = (Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True) for _ in range(2))
@@ -355,7 +353,7 @@ def test_a_pass_that_cannot_be_captured_is_done_eagerly(device, group, monkeypat
     x, y = draw.standard_normal((12, 6)).astype("float32"), draw.integers(0, 5, 12)
     backward = CrossEntropy.backward
 
-    def copied(function: Any, grad: Any) -> Any:
+    def copied(function, grad):
         to_logits, *rest = backward(function, grad)
         return to_logits * device.asarray(np.ones(5, "float32")), *rest
 

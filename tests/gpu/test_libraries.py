@@ -37,7 +37,7 @@ def dtype_of(mode: str) -> np.dtype[Any]:
     return bfloat16() if mode == BF16 else np.dtype(KINDS[mode])
 
 
-def lying(values: Any, way: str, backend: Backend) -> Any:
+def lying(values, way: str, backend: Backend):
     """Return the values on the device in rows, transposed, or as a part of a larger array."""
     if way == "transposed":
         return backend.asarray(np.ascontiguousarray(values.swapaxes(-1, -2))).swapaxes(-1, -2)
@@ -90,11 +90,11 @@ def test_rows_of_large_odd_products_are_aligned(device, mode, smoothing, monkeyp
     """
     multiply, seen = gemm, []
 
-    def watch(a: Any, b: Any, out: Any = None, *args: Any, **options: Any) -> Any:
+    def watch(a, b, out=None, *args, **options):
         seen.extend(x for x in (a, a.T, out) if x is not None and x.shape[-1] == 67)
         return multiply(a, b, out, *args, **options)
 
-    def loss(x: Any, table: Any, labels: Any) -> Any:
+    def loss(x, table, labels):
         logits = ops.linear_transposed(x, table)
         return ops.cross_entropy(logits, labels, ignore_index=3, label_smoothing=smoothing)
 

@@ -3,7 +3,6 @@ views, over simulated ranks, and by running statistics.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from tests.gpu.table import Sample
 WIDE = np.dtype(FLOAT64)
 
 
-def host(device: Backend, array: Any) -> Any:
+def host(device: Backend, array):
     """Return a device's array as float64."""
     return device.to_host(array).astype(WIDE)
 
@@ -138,9 +137,7 @@ def test_ranks_have_the_statistics_of_all(device, shares, mode):
         for rank, part in enumerate(parts):
             calls = iter(range(turns))
 
-            def all_reduce(
-                sums: Any, rank: int = rank, calls: Any = calls, done: int = done
-            ) -> Any:
+            def all_reduce(sums, rank: int = rank, calls=calls, done: int = done):
                 turn = next(calls)
                 if turn == done:
                     given[rank].append(sums.copy())

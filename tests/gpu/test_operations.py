@@ -3,7 +3,6 @@ precision.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
 
     @settings(max_examples=10)
     @given(row.cases)
-    def same(case: Any):
+    def same(case):
         assert not apart(
             Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0
         )
@@ -91,7 +90,7 @@ def test_every_function_replays(device, row):
 
     @settings(max_examples=5)
     @given(row.cases)
-    def same(case: Any):
+    def same(case):
         replay(Sample(row.public, "drawn", case.function, case.inputs), device)
 
     same()

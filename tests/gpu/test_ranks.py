@@ -64,7 +64,7 @@ def train(
     mode: str,
     layout: Layout | None = None,
     epochs: int = 1,
-    **options: Any,
+    **options,
 ) -> dict[str, Any]:
     """Return losses, evaluation and weights after epochs of three batches, the last one short."""
     given = replace(
@@ -101,7 +101,7 @@ def hosts(group: Group, setup: str, layout: Layout | None, epochs: int) -> dict[
 
 
 def assert_equal(
-    group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any
+    group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options
 ):
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
     right = hosts(group, setup, layout, options.get("epochs", 1))
@@ -191,7 +191,7 @@ def test_data_parallel_in_lower_precision(group, device, algorithm, mode):
     assert_equal(group, device, "mlp", mode, None, allreduce=algorithm)
 
 
-def row(setup: str, mode: str, name: str) -> Any:
+def row(setup: str, mode: str, name: str):
     """Return a layout's parameters; on how many ranks it can be, and whether it is like others."""
     few, more = pytest.mark.needs_ranks(4, 8), pytest.mark.slow(MORE_LAYOUTS)
     return pytest.param(

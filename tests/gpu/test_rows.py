@@ -3,7 +3,6 @@ is no formula of rows is left to the library.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,20 +38,18 @@ def kernels(device):
     return kernels_of(device.zeros((1,), np.float32))
 
 
-def drawn(*shape: int, seed: int = 0) -> Any:
+def drawn(*shape: int, seed: int = 0):
     """Return numbers that every dtype has."""
     return np.random.default_rng(seed).integers(-64, 65, shape) / 16
 
 
-def is_printed(kernels: Any, formula: Any) -> bool:
+def is_printed(kernels, formula) -> bool:
     """Return whether the kernels of a formula were printed."""
     key = key_of(formula)
     return all(loop is not None for known, loop in kernels._loops.items() if known[0] == key)
 
 
-def compare(
-    device: Backend, formula: Any, *operands: Any, dtype: str = "float32", **words: Any
-) -> Any:
+def compare(device: Backend, formula, *operands, dtype: str = "float32", **words):
     """Compare a formula's results with NumPy's; rows and numbers of rows have this dtype, vectors
     float32 in half precision.
     """
@@ -87,7 +84,7 @@ def test_functions_of_an_element(kernels, device, name, along):
     x = np.float32(rows(9, 70))
     x[abs(x) < 1e-30] = 0  # CuPy's compiler takes smaller ones for 0
 
-    def summed(x: Any) -> Any:
+    def summed(x):
         return *ONE[name](x), (x * 0 + 1).sum(axis=-1, keepdims=True)
 
     compare(device, summed if along else ONE[name], x)
@@ -124,7 +121,7 @@ def test_numbers_of_rows_and_columns(kernels, device, shape, dtype):
 def test_samples_have_columns_of_their_own(kernels, device, shape):
     """Vectors of each sample beside those of all, and sums of each."""
 
-    def formula(x: Any, own: Any, column: Any, each: Any) -> Any:
+    def formula(x, own, column, each):
         y = (x - own) * column * each
         return y, y, x
 
@@ -132,7 +129,7 @@ def test_samples_have_columns_of_their_own(kernels, device, shape):
     sums = [device.asarray(np.zeros((samples, n), np.float32)) for _ in range(2)]
     if shape[1] > 1:  # beside sums along rows they are left to the library
 
-        def along(x: Any, own: Any) -> Any:
+        def along(x, own):
             return (x - own - x.max(axis=-1, keepdims=True),)
 
         given = [x.astype("f4") for x in (drawn(*shape), drawn(samples, 1, n))]
@@ -168,7 +165,7 @@ def test_memory_is_used_again(kernels, device):
     given = [device.asarray(drawn(5, 33, seed=seed).astype("f4")) for seed in range(2)]
     before = [device.to_host(x) for x in given]
 
-    def swapped(x: Any, y: Any) -> Any:
+    def swapped(x, y):
         return y * 2, x + y
 
     for guard in (np.nan, -np.inf, 1.0):

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -63,23 +62,23 @@ def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
         yield counts
 
 
-def _allowed(function: Any) -> Any:
-    def call(*args: Any) -> Any:
+def _allowed(function):
+    def call(*args):
         with no_waiting(False):
             return function(*args)
 
     return call
 
 
-def _counted(counts: Counter[str], name: str, function: Any) -> Any:
-    def synchronize(self: Any):
+def _counted(counts: Counter[str], name: str, function):
+    def synchronize(self):
         counts[name] += 1
         function(self)
 
     return synchronize
 
 
-def worker(backend: Backend, group: Group, build: Any = models.mlp, **options: Any) -> Worker:
+def worker(backend: Backend, group: Group, build=models.mlp, **options) -> Worker:
     dataset = digits()
     model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
     return Worker(model, optim.Adam(model.storage), group, backend=backend, **grouped(**options))
@@ -288,10 +287,10 @@ def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
     counts = Counter()
     xp = backend.xp
 
-    def counted(owner: Any, name: str, kind: str, host_only: bool = False):
+    def counted(owner, name: str, kind: str, host_only: bool = False):
         function = getattr(owner, name)
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args, **options):
             if not host_only or isinstance(args[0], np.ndarray):
                 counts[kind] += 1
             return function(*args, **options)

@@ -110,7 +110,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
     def _guarded(self, work: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the work below the folder, and the system's elsewhere."""
 
-        def guarded(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded(path, *args, **kwargs):
             if work == self._fsync:
                 place = os.readlink(f"/proc/self/fd/{path}")
             elif isinstance(path, str | os.PathLike):
@@ -150,9 +150,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             world._local, f"was killed in operation {self.operations} of the disk"
         )
 
-    def _open(
-        self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any
-    ) -> Any:
+    def _open(self, real, place: str, path, mode: str = "r", *args, **kwargs):
         if mode not in ("wb", "ab"):
             return real(path, mode, *args, **kwargs)
         if not self._begin(writes=not os.path.exists(place)):
@@ -163,7 +161,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         self._safe_bytes.setdefault(place, stream.seek(0, os.SEEK_END))
         return _Stream(stream, self)
 
-    def _write(self, stream: Any, content: Any) -> int:
+    def _write(self, stream, content) -> int:
         data = memoryview(content).cast("B")
         if self.operations + 1 in (self._dies_at, self._full_at):  # a part of it comes through
             world = clock._clock.get()
@@ -173,7 +171,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             stream.write(data)
         return len(data)
 
-    def _fsync(self, real: Any, place: str, number: int):
+    def _fsync(self, real, place: str, number: int):
         if not self._begin(writes=False):
             return
         if os.path.isdir(place):
@@ -181,7 +179,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         else:
             self._safe_bytes.pop(place, None)
 
-    def _rename(self, real: Any, place: str, path: Any, target: Any, **at: int):
+    def _rename(self, real, place: str, path, target, **at: int):
         if not self._begin(writes=False):
             return
         aim = os.path.join(os.path.dirname(place), target) if at else os.path.abspath(target)
@@ -190,18 +188,18 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         self._move(place, aim)
         self._acts.append(_Act("rename", aim, place, before))
 
-    def _mkdir(self, real: Any, place: str, path: Any, *args: Any, **kwargs: Any):
+    def _mkdir(self, real, place: str, path, *args, **kwargs):
         if self._begin():
             real(path, *args, **kwargs)
             self._acts.append(_Act("create", place))
 
-    def _remove(self, real: Any, place: str, path: Any, **at: int):
+    def _remove(self, real, place: str, path, **at: int):
         if self._begin(writes=False):
             before = read_tree(place)
             real(path, **at)
             self._acts.append(_Act("remove", place, before=before))
 
-    def _rmtree(self, real: Any, place: str, path: Any, **how: Any):
+    def _rmtree(self, real, place: str, path, **how):
         """Remove file by file, and be killed between two of them."""
         for folder, _, names in os.walk(place, topdown=False):
             for name in names:
@@ -258,7 +256,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 class _Stream:
     """A file open for writing, without a buffer: a killed program's is lost anyway."""
 
-    def __init__(self, stream: Any, disk: FaultyDisk):
+    def __init__(self, stream, disk: FaultyDisk):
         self._stream, self._disk = stream, disk
         self.fileno, self.close, self.tell, self.truncate = (
             stream.fileno,
@@ -277,7 +275,7 @@ class _Stream:
     def flush(self):
         """Do nothing."""
 
-    def write(self, content: Any) -> int:
+    def write(self, content) -> int:
         """Write it, or a part of it and be killed."""
         return self._disk._write(self._stream, content)
 

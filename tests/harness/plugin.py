@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -35,12 +35,12 @@ PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
 
 
 @pytest.fixture(scope="session")
-def group() -> Any:
+def group():
     """The group of all ranks: one rank in the serial tests."""
     return start_quietly()
 
 
-def start_quietly() -> Any:
+def start_quietly():
     """Start MPI, and leave an exception in a thread to pytest, which makes it a failure of the
     test.
     """
@@ -279,7 +279,7 @@ class Guard:
         is_shared: whether other ranks' words go there too.
     """
 
-    def __init__(self, world: Any, descriptor: int, is_shared: bool):
+    def __init__(self, world, descriptor: int, is_shared: bool):
         self._world = world
         self._is_shared = is_shared
         self._descriptor = descriptor
@@ -314,7 +314,7 @@ class Guard:
         if report.failed:
             self._failed(f"{report.nodeid} cannot be collected", report.longreprtext)
 
-    def pytest_internalerror(self, excrepr: Any):
+    def pytest_internalerror(self, excrepr):
         """End all ranks when pytest itself failed here."""
         self._failed("pytest failed", str(excrepr))
 

@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
-def _simulation(item: Any) -> Simulation | None:
+def _simulation(item) -> Simulation | None:
     """Return the simulation that a test is to run in, if any."""
     world = item.callspec.params.get("group") if hasattr(item, "callspec") else None
     return world if isinstance(world, Simulation) else None
@@ -183,7 +183,7 @@ def _spread(sizes: list[int], count: int, share: float) -> list[int]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> PerRank | None:
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request) -> PerRank | None:
     """Leave what hangs on the group to the ranks."""
     if _simulation(request.node) is None:
         return None
@@ -196,7 +196,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> Pe
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """Run the test on its ranks."""
     world = _simulation(pyfuncitem)
     if world is None:
@@ -226,7 +226,7 @@ class _Values:
         self._group, self._stack = group, stack
         self._made: dict[int, Any] = {}
 
-    def of(self, name: str, given: Any) -> Any:
+    def of(self, name: str, given):
         """Return the value for an argument of a test or fixture."""
         if isinstance(given, Simulation):
             return self._group

@@ -32,6 +32,6 @@ def cases(
     ]
 
 
-def once_more(value: Any, slow: bool = True, reason: str = ONCE_MORE) -> Any:
+def once_more(value, slow: bool = True, reason: str = ONCE_MORE):
     """Return a parameter of a test, marked slow (or not)."""
     return pytest.param(value, marks=pytest.mark.slow(reason)) if slow else value

@@ -35,7 +35,6 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import threadpoolctl
@@ -202,7 +201,7 @@ class _Machine:
         """Let time pass."""
         self.now_s += seconds
 
-    def start(self, command: Sequence[str], **kwargs: Any) -> Any:
+    def start(self, command: Sequence[str], **kwargs):
         """Do what a launcher does, up to the end; return what stands for its process."""
         at = command.index("nnmpi.train")
         ranks = int(command[command.index("-n") + 1]) if "-n" in command[:at] else 1

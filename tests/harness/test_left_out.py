@@ -16,13 +16,13 @@ from tests.harness.suite import Suite
 ROOT = Path(__file__).parents[2]
 
 
-def item(name: str, **marks: tuple[Any, ...]) -> Any:
+def item(name: str, **marks: tuple[Any, ...]):
     """Return a stand-in for a test with these marks."""
     made = {mark: SimpleNamespace(args=args) for mark, args in marks.items()}
     return SimpleNamespace(nodeid=f"tests/{name}", get_closest_marker=made.get)
 
 
-def runs_on(test: Any, among: list[int], quick: bool = True) -> list[int]:
+def runs_on(test, among: list[int], quick: bool = True) -> list[int]:
     """Return on which numbers of ranks a test runs."""
     return [size for size in among if not reason(test, size, quick, among)]
 

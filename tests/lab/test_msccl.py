@@ -55,14 +55,14 @@ def program(
     return "\n".join([f'<algo name="own" proto="Simple" nchannels="1" {head}>', *lines, "</algo>"])
 
 
-def ring(a: int) -> Any:
+def ring(a: int):
     """Sums go around without being kept, then results."""
     b, c = (a - 1) % 3, (a - 2) % 3
     text = f"s i{a} i{a} 1; rrs i{b} i{b} 1; rrcs i{c} i{c} 1; rcs i{a} i{a} 1; r i{b} i{b} 1"
     return [(c, b, text)]
 
 
-def pair(rank: int) -> Any:
+def pair(rank: int):
     """Each sends its input into the other's scratch; another block adds it, and a third copies."""
     return [
         (1 - rank, 1 - rank, "s i0 s0 2; r i0 s0 2"),
@@ -71,7 +71,7 @@ def pair(rank: int) -> Any:
     ]
 
 
-def transpose(rank: int) -> Any:
+def transpose(rank: int):
     a, b = 2 * rank, 2 - 2 * rank
     other = 1 - rank
     return [
@@ -113,7 +113,7 @@ def read(text: str, folder: Path) -> Collective:
 def check_sums(collective: Collective):
     """Run it on every length, twice."""
 
-    def sums(group: Any):
+    def sums(group):
         n = group.size
         for length in (0, 1, 7, 24):
             x = np.arange(length, dtype="f4")
@@ -207,7 +207,7 @@ def changed(old: str, new: str) -> str:
     return PAIR.replace(old, new, 1)
 
 
-def empty(rank: int) -> Any:
+def empty(rank: int):
     return []
 
 

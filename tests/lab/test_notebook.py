@@ -1,7 +1,5 @@
 """What a notebook shows of values, and that it shows their text without the wing that draws."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from nnmpi.train.cli import main
 X = Tensor(np.eye(2, dtype="float32"), requires_grad=True)
 
 
-def program() -> Any:
+def program():
     step = nnmpi.compile(lambda x: (x * x).sum())
     for _ in range(3):
         step(X.numpy())

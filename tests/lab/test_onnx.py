@@ -51,11 +51,11 @@ class Own(nn.Module):
         for name, layer in layers.items():
             setattr(self, name, layer)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor):
         return self.compute(self, *inputs)
 
 
-def states(m: Any, x: Tensor) -> Any:
+def states(m, x: Tensor):
     """Return what an LSTM and cells make of states of the batch's length."""
     zeros, ones = (Tensor(f((2, len(x), 5), "f4")) for f in (np.zeros, np.ones))
     h, (last, c) = m.a.with_state(x, (zeros, zeros))
@@ -163,7 +163,7 @@ def test_a_model(name, channels, tmp_path):
     """It is computed for any batch; parameters are called as they are, and none is superfluous."""
     (model, batch), file = case(name), tmp_path / "x.onnx"
 
-    def planes(x: Any) -> Any:
+    def planes(x):
         return x.transpose(0, 3, 1, 2) if channels == "first" and x.ndim == 4 else x
 
     sample = tuple(x.astype("uint32") if x.dtype.kind == "i" else x for x in batch(1))
@@ -192,7 +192,7 @@ def test_every_row_is_tried():
 
 
 class Doubled(Function):
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x * 2
 
 
@@ -241,7 +241,7 @@ def test_arguments(tmp_path, monkeypatch):
 def test_a_run(tmp_path, monkeypatch, capfd):
     """Its file has the data's scale and classes, and predicts as the run does, in its units."""
 
-    def call(command: Any, words: str):
+    def call(command, words: str):
         nnmpi.simulate(lambda group: command(words.split(), group), 1)
 
     monkeypatch.chdir(tmp_path)

@@ -68,7 +68,7 @@ def quick(monkeypatch, tmp_path):
         monkeypatch.setattr(module, name, value)
 
 
-def workload(batch_size: int = 16, samples: Dataset | None = None, **options: Any) -> Workload:
+def workload(batch_size: int = 16, samples: Dataset | None = None, **options) -> Workload:
     drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
     dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
     gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
@@ -112,7 +112,7 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
     times as much.
     """
 
-    def more(record: Any) -> Any:
+    def more(record):
         if not hasattr(record, name):
             return record
         old = getattr(record, name)
@@ -397,7 +397,7 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
     work = workload(16, table, model="mlp", hidden=[8])
     measure_layers, times = profile.measure_layers, iter(range(1, 100))
 
-    def slower(*args: Any, **options: Any) -> list[LayerCost]:
+    def slower(*args, **options) -> list[LayerCost]:
         costs = measure_layers(*args, **options)
         return [replace(cost, keep_s=1e3 * next(times)) for cost in costs]
 
@@ -411,7 +411,7 @@ def test_a_step_s_parts_are_told_apart(monkeypatch):
     """What a step takes once, its update, its rows, a microbatch more of a pipeline, and ZeRO."""
     once_s, update_s, piped_s = 0.005, 0.002, 0.011
 
-    def take(work: Any, options: dict[str, Any], *_: Any, **__: Any) -> float:
+    def take(work, options: dict[str, Any], *_, **__) -> float:
         if "pp" in options:
             return 0.1 + piped_s * options["microbatches"]
         if "zero" in options:
@@ -491,7 +491,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch):
     """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
     ran = []
 
-    def time_layout(_: Workload, options: dict[str, Any], group: Group, *__: Any) -> float:
+    def time_layout(_: Workload, options: dict[str, Any], group: Group, *__) -> float:
         if group.is_root:
             ran.append(options)
         return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
@@ -520,7 +520,7 @@ def test_a_race_goes_in_turns(monkeypatch):
     took = {"a": [2.0, 1.0], "b": [9.0, 9.5], "c": [1.1, 1.3]}
     ran = []
 
-    def time_layout(_: Any, name: str, *__: Any) -> float:
+    def time_layout(_, name: str, *__) -> float:
         ran.append(name)
         return took[name][ran.count(name) - 1]
 
@@ -605,7 +605,7 @@ def test_parts_are_measured_with_the_kernels_that_train(
     """By the plan command, and for a run whose layout is chosen."""
     pytest.importorskip("numba")
 
-    def measured(*_: Any) -> NoReturn:
+    def measured(*_) -> NoReturn:
         raise UsageError(f"compiled: {setting() is True}")
 
     monkeypatch.setattr(plan, "find_profile", measured)

@@ -97,7 +97,7 @@ SERIAL = {
 GRADIENTS, WEIGHTS = SERIAL["gradients of step 1"], SERIAL["weights after step 2"]
 
 
-def findings(exact: bool = False, **changes: Any) -> dict[str, Any]:
+def findings(exact: bool = False, **changes) -> dict[str, Any]:
     result = compare({**SERIAL, **changes}, SERIAL, 2, "float64", 16, exact)
     return {item.what: item for item in result}
 

@@ -119,7 +119,7 @@ def test_a_meter_counts_its_own_rank(ranks):
     def main(group: Group) -> tuple[int, int]:
         size = 2**20 * (1 + group.rank)
 
-        def work() -> Any:
+        def work():
             held = [np.empty(size, np.uint8), np.empty(size, np.uint8)]
             group.gather(group.rank)
             held.pop()
@@ -196,7 +196,7 @@ def test_a_plan_sees_the_experts_activations(tmp_path):
     """
     x, y = np.random.default_rng(0).normal(size=(8, 32, 64)), np.zeros((8, 32), int)
 
-    def peak(model: Any) -> int:
+    def peak(model) -> int:
         tracemalloc.start()
         with nn.training():
             model(x.astype("float32"), lambda out: ops.cross_entropy(out, y)).backward()

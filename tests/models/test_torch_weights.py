@@ -24,7 +24,7 @@ IMAGES = np.random.default_rng(0).standard_normal((3, 8, 6, 2)).astype(np.float3
 TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))
 
 
-def _decoder(t: Any) -> Any:
+def _decoder(t):
     """Return a model of layers that have the same names in both."""
     up = t.ConvTranspose2d(4, 6, (3, 2), 2, 1, groups=2)
     return t.Sequential(
@@ -39,7 +39,7 @@ def _decoder(t: Any) -> Any:
     )
 
 
-def _signal(t: Any) -> Any:
+def _signal(t):
     """Return a model of convolutions over time."""
     return t.Sequential(
         t.Conv1d(2, 4, 3),
@@ -52,7 +52,7 @@ def _signal(t: Any) -> Any:
     )
 
 
-def _normed(t: Any) -> Any:
+def _normed(t):
     """Return a model of norms over time, without a convolution."""
     return t.Sequential(
         t.InstanceNorm1d(2, affine=True),
@@ -63,12 +63,12 @@ def _normed(t: Any) -> Any:
     )
 
 
-def _square(t: Any) -> Any:
+def _square(t):
     """Return a model whose sequences have as many channels as times."""
     return t.Sequential(t.Conv1d(2, 4, 3), t.LayerNorm((4, 4)), t.Flatten(), t.Linear(16, 3))
 
 
-def _heads(t: Any, transposed: Any) -> Any:
+def _heads(t, transposed):
     """Return an attention that is written by operations; its heads are not an image's rows."""
 
     class Heads(t.Module):
@@ -79,7 +79,7 @@ def _heads(t: Any, transposed: Any) -> Any:
                 4, 2, **({"batch_first": True} if t is not nn else {})
             )
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             x = self.tokens(x)
             x = self.attention(x) if t is nn else self.attention(x, x, x)[0]
             heads = transposed(x.reshape(len(x), 5, 2, 2))
@@ -88,14 +88,14 @@ def _heads(t: Any, transposed: Any) -> Any:
     return Heads()
 
 
-def _volume(t: Any) -> Any:
+def _volume(t):
     """Return a model that flattens a convolution's volumes."""
     return t.Sequential(
         t.Conv3d(2, 4, (2, 3, 3)), t.InstanceNorm3d(4, affine=True), t.Flatten(), t.Linear(192, 3)
     )
 
 
-def _written(t: Any, operations: Any) -> Any:
+def _written(t, operations):
     """Return a model whose forward pools and flattens by operations."""
 
     class Written(t.Module):
@@ -103,7 +103,7 @@ def _written(t: Any, operations: Any) -> Any:
             super().__init__()
             self.conv, self.first, self.last = t.Conv2d(2, 4, 3), t.Linear(24, 24), t.Linear(24, 3)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             x = operations.max_pool2d(operations.relu(self.conv(x)), 2)
             return self.last(operations.relu(self.first(x.reshape(len(x), -1))))
 
@@ -159,11 +159,11 @@ def test_there_and_back(tmp_path, name):
 class Own(nn.Module):
     """A linear layer behind an operation on the layer's input, and on a weight."""
 
-    def __init__(self, between: Any):
+    def __init__(self, between):
         self.between, self.scale = between, nn.Parameter((96,), nn.Normal(1))
         self.last = nn.Linear(96, 96)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.last(self.between(x.reshape(len(x), 96), self.scale))
 
 
@@ -211,7 +211,7 @@ def test_a_square_parameter_of_ones_own_is_refused(between, what):
         def __init__(self):
             self.w = nn.Parameter((6, 6), nn.Normal(1))
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return between(x, self.w)
 
     model, sample = Bare().initialize(), np.ones((1, 6, 6), "float32")
@@ -250,7 +250,7 @@ def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers, what):
         def __init__(self):
             self.layers = [layer for layer in layers if isinstance(layer, nn.Module)]
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             for layer in layers:
                 x = layer(x)
             return x
@@ -283,7 +283,7 @@ def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path):
     assert caught.value.strerror == "No such file or directory"
 
 
-def _torch_model(torch: Any, name: str) -> Any:
+def _torch_model(torch, name: str):
     t = torch.nn
     if name == "cnn":
         conv = [
@@ -300,11 +300,11 @@ def _torch_model(torch: Any, name: str) -> Any:
     if name == "resnet":
 
         class Residual(t.Module):
-            def __init__(self, body: Any, shortcut: Any):
+            def __init__(self, body, shortcut):
                 super().__init__()
                 self.body, self.shortcut = body, shortcut
 
-            def forward(self, x: Any) -> Any:
+            def forward(self, x):
                 return torch.relu(self.body(x) + (x if self.shortcut is None else self.shortcut(x)))
 
         return _resnet(t, Residual)
@@ -315,7 +315,7 @@ def _torch_model(torch: Any, name: str) -> Any:
     if name in same:
         return same[name](t)
 
-    def first(kind: Any, *args: Any, **more: Any) -> Any:
+    def first(kind, *args, **more):
         """Return a recurrent layer that returns its outputs alone."""
         layer = kind(*args, batch_first=True, **more)
         layer.register_forward_hook(lambda _, given, result: result[0])
@@ -329,10 +329,10 @@ def _torch_model(torch: Any, name: str) -> Any:
     return t.Sequential(t.Embedding(7, 4), layer, ends)
 
 
-def _resnet(t: Any, residual: Any) -> Any:
+def _resnet(t, residual):
     """Return PyTorch's twin of `models.resnet`, layer by layer."""
 
-    def twin(module: Any) -> Any:
+    def twin(module):
         if isinstance(module, nn.Sequential):
             return t.Sequential(*(twin(item) for _, item in module.children()))
         if isinstance(module, nn.Residual):
@@ -353,7 +353,7 @@ def _resnet(t: Any, residual: Any) -> Any:
     return twin(models.resnet((8, 6, 2), 10))
 
 
-def _mean(t: Any) -> Any:
+def _mean(t):
     return t.Sequential(t.AdaptiveAvgPool2d(1), t.Flatten())
 
 

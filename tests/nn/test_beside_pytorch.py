@@ -45,7 +45,7 @@ def tolerance(dtype: str) -> dict[str, Any]:
     return {"rtol": 1e-4, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-8, "atol": 1e-11}
 
 
-def pair(make: Any, dtype: str, x: Any) -> tuple[nn.Module, Any]:
+def pair(make, dtype: str, x) -> tuple[nn.Module, Any]:
     """Return a layer and PyTorch's with the same weights."""
     ours, theirs = (
         make(nn).initialize(seed=1, dtype=dtype),
@@ -57,7 +57,7 @@ def pair(make: Any, dtype: str, x: Any) -> tuple[nn.Module, Any]:
     return ours, theirs
 
 
-def agree(ours: Any, theirs: Any, dtype: str):
+def agree(ours, theirs, dtype: str):
     np.testing.assert_allclose(ours, theirs.detach().numpy(), **tolerance(dtype))
 
 

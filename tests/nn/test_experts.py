@@ -2,8 +2,6 @@
 send.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,11 +22,11 @@ def layer_of(top_k: int, capacity: float | None, balance: float = 0.0) -> nn.Mix
     return nn.MixtureOfExperts(FEATURES, EXPERTS, top_k, 3, capacity, balance)
 
 
-def samples(count: int, seed: int = 0) -> Any:
+def samples(count: int, seed: int = 0):
     return np.random.default_rng(seed).normal(size=(count, POSITIONS, FEATURES))
 
 
-def by_hand(layer: nn.MixtureOfExperts, x: Any, top_k: int, capacity: float | None) -> Any:
+def by_hand(layer: nn.MixtureOfExperts, x, top_k: int, capacity: float | None):
     """Return the result, position by position."""
     w1, b1, w2, b2 = (item.data for item in (layer.w1, layer.b1, layer.w2, layer.b2))
     p, y = softmax(Tensor(x) @ layer.gate.weight).data, np.zeros_like(x)
@@ -98,7 +96,7 @@ def test_the_balance_is_the_gradient_of_its_formula(weight):
     """Shares of choices are constants of it. And outside of training there is none."""
     x = samples(3)
 
-    def to_gate(balance: float, trains: bool) -> Any:
+    def to_gate(balance: float, trains: bool):
         layer = layer_of(2, None, balance).initialize(seed=1, dtype="float64")
         with nn.training(weight=weight) if trains else nn.evaluation():
             layer(x).sum().backward()

@@ -46,7 +46,7 @@ class Net(nn.Module):
         return self.out(x) * self.scale
 
     @property
-    def depth(self) -> Any:
+    def depth(self):
         return self.layres
 
 

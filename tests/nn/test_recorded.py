@@ -5,7 +5,6 @@ beyond the next audit, wherever it lies; what is recorded twice is compared.
 import random
 import warnings
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +27,12 @@ CALLS = 20
 AUDITS = {2, 4, 8, 15, 16}
 
 
-def check_idiom(idiom: Idiom, folder: Any):
+def check_idiom(idiom: Idiom, folder):
     """Compare each call with the eager one: a wrong one is named by the next audit."""
     read, put = sources(folder)[idiom.source]
     use, change = USES[idiom.use], CHANGES[idiom.change]
 
-    def step(x: Any) -> Any:
+    def step(x):
         return use(x, read())
 
     compiled, wrong, failed = nnmpi.compile(step), [], 0
@@ -83,7 +82,7 @@ def test_no_idiom_is_silently_wrong_beyond_an_audit(seed, tmp_path):
 WORKER_USES = ["a factor", "a branch", "a constant", "a loop"]
 
 
-def train(group: Any, read: Any, put: Any, use: Any, change: Any, replayable: bool) -> Any:
+def train(group, read, put, use, change, replayable: bool):
     """Return the losses of some updates, None for one that ended in the error of an audit."""
     kind = type("Reading", (Reads,), {"replayable": replayable})
     model = nn.Sequential(kind(read, use), nn.Linear(4, 2)).initialize(seed=0, dtype="float64")
@@ -123,7 +122,7 @@ def test_no_idiom_is_silently_wrong_in_a_worker(ranks, tmp_path):
 def test_one_rank_that_differs_is_told_to_all():
     """One rank's environment changes: the error of its audit is raised on both."""
 
-    def program(group: Any) -> Any:
+    def program(group):
         number = Tally()  # which nobody watches
 
         def read() -> float:
@@ -142,18 +141,18 @@ def test_one_rank_that_differs_is_told_to_all():
 # ---- what was silent, one by one ----
 
 
-def calls(step: Any, inputs: Any, compiled: bool) -> Any:
+def calls(step, inputs, compiled: bool):
     """Return what some calls give."""
     run = nnmpi.compile(step) if compiled else lambda *xs: step(*map(Tensor, xs))
     return [run(*xs).data.copy() for xs in inputs], run
 
 
-def trained(update: Any) -> Any:
+def trained(update):
     """Return a step with an update by hand, and its model."""
     model = nn.Linear(3, 2).initialize(seed=0, dtype="float64")
     optimizer = optim.SGD(model.storage, lr=0.5)
 
-    def step(x: Any, y: Any) -> Any:
+    def step(x, y):
         model.zero_grad()
         loss = ops.cross_entropy(model(x), y)
         loss.backward()
@@ -163,46 +162,46 @@ def trained(update: Any) -> Any:
     return model, step
 
 
-def clips(model: Any, optimizer: Any, *_: Any):
+def clips(model, optimizer, *_):
     optimizer.step()
     for parameter in model.parameters():
         np.clip(parameter.data, -0.1, 0.1, out=parameter.data)
 
 
-def shrinks_gradients(model: Any, optimizer: Any, *_: Any):
+def shrinks_gradients(model, optimizer, *_):
     for grads in model.storage.grads:
         grads *= 0.1
     optimizer.step()
 
 
-def by_hand(model: Any, *_: Any):
+def by_hand(model, *_):
     for parameter in model.parameters():
         parameter.data -= 0.1 * parameter.grad
 
 
-def on_storage(model: Any, *_: Any):
+def on_storage(model, *_):
     storage = model.storage
     storage.finish_gradients()
     for data, grads in zip(storage.data, storage.grads, strict=True):
         data[...] = data * 0.9 - 0.1 * np.sign(grads)
 
 
-def scales(model: Any, optimizer: Any, *_: Any):
+def scales(model, optimizer, *_):
     model.weight.grad *= 0.5
     optimizer.step()
 
 
-def averages(model: Any, optimizer: Any, *_: Any):
+def averages(model, optimizer, *_):
     optimizer.step()
     model.weight.data[...] = 0.5 * (model.weight.data + model.weight.data.mean(axis=0))
 
 
-def assigns(model: Any, *_: Any):
+def assigns(model, *_):
     model.weight.data[...] = model.weight.data - 0.1
     model.bias.grad = np.ones(2)
 
 
-def decides(model: Any, optimizer: Any, x: Any, _: Any):
+def decides(model, optimizer, x, _):
     if x.data.max() > 1:
         optimizer.step()
 
@@ -232,15 +231,15 @@ def test_what_a_step_does_to_weights_and_gradients_is_repeated(update, replayed)
     assert bool(run.refusal) is not replayed
 
 
-def one_hot(x: Any, y: Any) -> Any:
+def one_hot(x, y):
     return (ops.log_softmax(x) * Tensor(np.eye(3)[y.data])).sum()
 
 
-def normalized(x: Any, y: Any) -> Any:
+def normalized(x, y):
     return (x * Tensor(x.data / x.data.sum(axis=0))).sum() + Tensor(y.data * 0.5).sum()
 
 
-def selected(x: Any, y: Any) -> Any:
+def selected(x, y):
     return x[np.array([int(y.data[0])])].sum()
 
 
@@ -314,7 +313,7 @@ def test_the_mode_is_a_value_of_the_call(first):
 
 
 def test_a_workers_layer_with_its_own_step_is_right():
-    def program(group: Any, replayable: bool) -> Any:
+    def program(group, replayable: bool):
         kind = type("Annealed", (Annealed,), {"replayable": replayable})
         model = nn.Sequential(kind()).initialize(seed=0, dtype="float64")
         worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.5), group)
@@ -351,22 +350,22 @@ def test_an_array_that_is_an_operand_and_read_by_python(name):
 # ---- what a step does to Python's objects ----
 
 
-def counter(x: Any, state: Any) -> Any:
+def counter(x, state):
     state["n"] += 1
     return x * state["n"]
 
 
-def history(x: Any, past: Any) -> Any:
+def history(x, past):
     past.append(1)
     return x * len(past)
 
 
-def forgets(x: Any, items: Any) -> Any:
+def forgets(x, items):
     del items["b"]
     return x * 1
 
 
-def writes(x: Any, mean: Any) -> Any:
+def writes(x, mean):
     mean.data[...] += 1
     return x * mean
 
@@ -384,7 +383,7 @@ def test_a_step_that_always_changes_something_becomes_eager():
     """It is right at every call, and not recorded for ever."""
     seen = []
 
-    def step(x: Any) -> Any:
+    def step(x):
         seen.append(len(seen))
         return x * len(seen)
 
@@ -414,7 +413,7 @@ class Any_:
 
     scale = 2.0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return self
 
 
@@ -424,7 +423,7 @@ class Unready:
     scale = 2.0
 
     @property
-    def data(self) -> Any:
+    def data(self):
         """Raise."""
         raise RuntimeError("not loaded yet")
 
@@ -436,7 +435,7 @@ class Elsewhere:
 
     scale = 2.0
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         raise RuntimeError("of another library")
 
     __cuda_array_interface__ = property(lambda _: {})
@@ -467,7 +466,7 @@ def test_strangers_are_asked_for_their_type(kind):
 class Drawing(nn.Module):
     """A layer that takes its factors from an iterator, and one that says that this is no matter."""
 
-    def __init__(self, items: Any):
+    def __init__(self, items):
         self.layer, self.items = nn.Linear(3, 2), items
 
     def forward(self, x: Tensor) -> Tensor:
@@ -497,19 +496,19 @@ class Whole(Function):
 
     is_call = True
 
-    def __init__(self, factor: float, table: Any = None):
+    def __init__(self, factor: float, table=None):
         self.factor, self.table = factor, table
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         """Return a multiple."""
         return x * self.factor
 
-    def backward(self, grad: Any) -> Any:
+    def backward(self, grad):
         """Return the gradient."""
         return (grad * self.factor,)
 
 
-def drawn(ends: Any) -> Any:
+def drawn(ends):
     """Return a number that differs in some calls."""
     ends()
     return float(ends.call_count)
@@ -552,7 +551,7 @@ def test_a_recording_after_a_change_needs_another_one_that_is_the_same():
     """The first call changes what the second one finds, and both compute with other numbers."""
     ends, noted = Tally(), []
 
-    def step(x: Any) -> Any:
+    def step(x):
         noted[:] = [1]
         return x * drawn(ends)
 
@@ -563,7 +562,7 @@ def test_a_recording_after_a_change_needs_another_one_that_is_the_same():
 def test_the_difference_is_named_with_the_users_line():
     ends = Tally()
 
-    def step(x: Any) -> Any:
+    def step(x):
         return (x + 1) * drawn(ends)
 
     compiled = nnmpi.compile(step)

@@ -2,8 +2,6 @@
 and replayed, and programs that are the same.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -33,14 +31,14 @@ OWN = {"dropping": (dropping, (5, 8)), "experts": (experts, (2, 9))}
 NAMES = [*MODELS, *OWN]
 
 
-def run(name: str, compiled: bool, number: int) -> Any:
+def run(name: str, compiled: bool, number: int):
     """Return what some steps of a model leave."""
     make, shape = OWN[name] if name in OWN else MODELS[name]
     model = make() if name in OWN else make(zoo.our_library())
     model.initialize(seed=0)
     optimizer = optim.AdamW(model.storage, lr=1e-3)
 
-    def step(x: Any, y: Any) -> Any:
+    def step(x, y):
         model.zero_grad()
         loss = ops.cross_entropy(model(x), y)
         loss.backward()

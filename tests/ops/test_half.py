@@ -3,7 +3,6 @@ silent conversion.
 """
 
 import operator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ FLOAT32 = np.dtype(np.float32)
 draw = np.random.default_rng(3)
 
 
-def values(*sizes: int) -> Any:
+def values(*sizes: int):
     """Return numbers between -2 and 2 that bfloat16 holds exactly, none near 0, where ReLU has its
     kink.
     """
@@ -74,7 +73,7 @@ def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
     return y, inputs
 
 
-def check_near(found: Any, wanted: Any, precision: str, what: str):
+def check_near(found, wanted, precision: str, what: str):
     """Fail if an array is more than a few roundings of its largest value away."""
     error = np.abs(found.astype(np.float64) - wanted).max() / np.abs(wanted).max()
     assert error <= 4 * ROUNDING[precision], (

@@ -40,7 +40,7 @@ def mixed() -> Module:
     return gpt(11, 6, features=6, layers=1, heads=2, experts=3)
 
 
-def gradient(name: str, shape: tuple[int, ...], step: int) -> Any:
+def gradient(name: str, shape: tuple[int, ...], step: int):
     return np.random.default_rng([step, *name.encode()]).normal(size=shape).astype("float32")
 
 

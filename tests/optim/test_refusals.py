@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +20,17 @@ from nnmpi.optim import (
 )
 
 
-def made(name: str = "adam", lr: Any = 0.1, **options: Any) -> Callable[[], object]:
+def made(name: str = "adam", lr=0.1, **options) -> Callable[[], object]:
     """Return what makes an optimizer of three numbers."""
     return lambda: build(name, Arrays([np.zeros(3)], [np.zeros(3)]), lr=lr, **options)
 
 
-def held(data: Any, grads: Any = None, groups: Any = None) -> Callable[[], object]:
+def held(data, grads=None, groups=None) -> Callable[[], object]:
     """Return what makes an optimizer of these arrays."""
     return lambda: build("sgd", data if grads is None else Arrays(data, grads, groups), lr=0.1)
 
 
-def read_only() -> Any:
+def read_only():
     """Return numbers that cannot be written."""
     array = np.ones(3)
     array.flags.writeable = False

@@ -134,7 +134,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(group,
     optimizer = updates.build("adam", model.storage, lr=0.1)
     real = Optimizer.move
 
-    def slow(self: Optimizer, *args: Any):
+    def slow(self: Optimizer, *args):
         if group.rank == group.size - 1:
             time.sleep(0.2)
         real(self, *args)

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,11 +60,11 @@ class Setting:
         cut = Cut(0, len(self.x), self.mine.start)
         return Batch(self.x, self.y, np.arange(len(self.x)), (cut,), ROWS, 0, 0)
 
-    def worker(self, **options: Any) -> Worker:
+    def worker(self, **options) -> Worker:
         """Return a worker of the model."""
         return Worker(self.model, sgd(self.model), self.group, **options)
 
-    def backward(self, parallel: DataParallel, **options: Any):
+    def backward(self, parallel: DataParallel, **options):
         """Do a backward pass of this rank's losses."""
         parallel.backward(self.loss(), ROWS, **options)
 
@@ -271,15 +270,15 @@ def test_a_parameter_frozen_on_one_rank(group, strategy):
     )
 
 
-def _once(x: Any, y: Any) -> Tensor:
+def _once(x, y) -> Tensor:
     return ops.mse(x, y, reduction="none")
 
 
-def _twice(x: Any, y: Any) -> Tensor:
+def _twice(x, y) -> Tensor:
     return ops.mse(x, y, reduction="none") * 2
 
 
-def sgd(model: Any, **options: Any) -> Any:
+def sgd(model, **options):
     return optim.SGD(model.storage, **{"lr": 0.1, **options})
 
 
@@ -465,7 +464,7 @@ def test_a_loss_for_each_label_is_added_up(group):
         np.testing.assert_allclose(_losses(group, loss), local, rtol=1e-12)
 
 
-def _losses(group: Group, loss: Any, layout: Layout | None = None) -> list[float]:
+def _losses(group: Group, loss, layout: Layout | None = None) -> list[float]:
     return run(Setup(worker={"loss": loss}), group, layout).losses
 
 
@@ -485,7 +484,7 @@ MEANS_OF_LOSSES = {
 }
 
 
-def divide(group: Group, loss: Any, rows: tuple[int, int], samples: Any, stage: int = 0) -> float:
+def divide(group: Group, loss, rows: tuple[int, int], samples, stage: int = 0) -> float:
     """Return the gradient's norm after one step of rank 0 with some rows, and rank 1 with others.
 
     `samples` is called with a rank's labels, and its number of rows and of ranks.
@@ -505,7 +504,7 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name, stage):
     loss = SUMS_OF_LOSSES[name]
     count = np.count_nonzero if name == "ignored" else len
 
-    def step(rows: tuple[int, int], samples: Any, ranks: int = 2) -> list[float]:
+    def step(rows: tuple[int, int], samples, ranks: int = 2) -> list[float]:
         return simulate(lambda group: divide(group, loss, rows, samples, stage), ranks)
 
     (serial,) = step((8, 0), lambda own, everyones, ranks: count(everyones), 1)
@@ -542,7 +541,7 @@ def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(rows, weight
 
 @pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
 def test_a_mean_is_not_divided_again(loss):
-    def step(samples: Any, ranks: int = 2) -> list[float]:
+    def step(samples, ranks: int = 2) -> list[float]:
         return simulate(lambda group: divide(group, loss, (4, 4), samples), ranks)
 
     (serial,) = step(lambda own, everyones, ranks: 1, 1)
@@ -586,7 +585,7 @@ class Mixed(nn.Module):
     def __init__(self):
         self.i, self.e, self.o = nn.Linear(6, 8), nn.MixtureOfExperts(8, 4), nn.Linear(8, 3)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.o(self.e(self.i(x)))
 
 

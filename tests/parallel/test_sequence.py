@@ -33,7 +33,7 @@ class Own(nn.Module):
         self.places = nn.Embedding(TIME, 4)
         self.compute = compute
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Return what `compute` makes of x: (batch, TIME, 4)."""
         return self.compute(self, x)
 
@@ -49,7 +49,7 @@ def setup(model: Callable[..., Module]) -> Setup:
 def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
     """Return attention of the module's own, with queries, keys and values apart."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x: Tensor) -> Tensor:
         heads = m.wide(x).reshape(len(x), TIME, 3, HEADS, 2).transpose(2, 0, 3, 1, 4)
         y = ops.scaled_dot_product_attention(heads[0], heads[1], heads[2], causal=causal)
         return m.narrow(y.transpose(0, 2, 1, 3).reshape(len(x), TIME, 10))
@@ -57,7 +57,7 @@ def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
     return compute
 
 
-def attend_dropping(m: Any, x: Tensor) -> Tensor:
+def attend_dropping(m, x: Tensor) -> Tensor:
     key = partial(mask_key, m.path)
     return m.narrow(ops.attention(m.wide(x), HEADS, True, dropout=0.5, mask_key=key))
 

@@ -297,7 +297,7 @@ def test_gradients_that_all_ranks_scale(group, stage):
     """As the one rank does it, or refused; with shared memory it depended on timing."""
     rows = slice(*np.linspace(0, 24, group.size + 1).astype(int)[group.rank :][:2])
 
-    def train(parallel: Any, model: nn.Module, rows: slice) -> float:
+    def train(parallel, model: nn.Module, rows: slice) -> float:
         optimizer = optim.SGD(model.storage, lr=0.3, momentum=0.9)
         for _ in range(4):
             model.zero_grad()

@@ -85,7 +85,7 @@ class Counting:
     def __init__(self):
         self.nbytes = 0
 
-    def __call__(self, elements: int, dtype: Any) -> Array:
+    def __call__(self, elements: int, dtype) -> Array:
         self.nbytes += elements * np.dtype(dtype).itemsize
         return np.zeros(elements, dtype)
 
@@ -171,7 +171,7 @@ def test_a_model_that_only_stage_3_fits_under_the_limit():
     """The others are refused with the stage that would do; without any, with what else would."""
 
     def main(group: Group):
-        def place(limit: int, **options: Any) -> str:
+        def place(limit: int, **options) -> str:
             # 128 thousand parameters, 2 MiB of state
             model = models.mlp((64,), 10, hidden=(64,) * 31)
             return told(
@@ -377,7 +377,7 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch):
     """However many units there are: all of stage 1 are summed between two."""
     waits = Counter()
 
-    def wait(self: NodeTransport, *told: Any) -> Any:
+    def wait(self: NodeTransport, *told):
         waits[self._group.rank] += 1
         return old(self, *told)
 
@@ -457,7 +457,7 @@ LOSSES = {
 def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
 
-    def program(group: Group, stage: int, algorithm: str) -> Any:
+    def program(group: Group, stage: int, algorithm: str):
         layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
         model = Inputs() if name == "two inputs" else nn.Sequential(*layers)
         model.initialize(seed=0, dtype="float64")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +58,7 @@ def test_a_send_that_waits_holds_its_rank():
         microbatches: int,
         costs: dict[Kind, tuple[float, float]],
         rendezvous: bool = True,
-    ) -> Any:
+    ):
         run = ScheduleRun(lowered(name, 2, microbatches), costs, rendezvous)
         return {str(span.instruction): (span.begin_s, span.end_s) for span in run.spans}
 

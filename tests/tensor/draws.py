@@ -87,7 +87,7 @@ def between(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     return distinct(rng, shape) + 0.025
 
 
-def beside(x: Any, values: np.ndarray) -> Any:
+def beside(x, values: np.ndarray):
     """Return an array where a tensor's elements are."""
     return namespace(x.data).asarray(values)
 

@@ -15,10 +15,10 @@ X, Y = np.arange(8, dtype=np.float32).reshape(2, 4), np.array([0, 1])
 class Stranger:
     """What arrays, tables and columns of other libraries have in common."""
 
-    def __init__(self, values: Any):
+    def __init__(self, values):
         self.values = values
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         if isinstance(self.values, Exception):
             raise self.values
         return self.values
@@ -27,11 +27,11 @@ class Stranger:
 class Sparse(Stranger):
     """A matrix that NumPy would take for one object."""
 
-    def toarray(self) -> Any:
+    def toarray(self):
         return self.values
 
 
-def _pandas(values: Any) -> Any:
+def _pandas(values):
     pandas = pytest.importorskip("pandas")
     return (pandas.DataFrame if values.ndim > 1 else pandas.Series)(values)
 
@@ -60,7 +60,7 @@ USES = {
 }
 
 
-def _loaded(model: Any, weight: Any) -> Any:
+def _loaded(model, weight):
     model.load_state({"weight": weight})
     return model
 
@@ -97,10 +97,10 @@ def test_objects_are_not_asked_for_names():
     """Such a dictionary raises a KeyError for each that it lacks."""
 
     class Scaled(nn.Module):
-        def __init__(self, config: Any):
+        def __init__(self, config):
             self.config = config
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return x * self.config.scale
 
     assert Scaled(ByItem(scale=2.0))(X).numpy().tolist() == (X * 2).tolist()

@@ -96,7 +96,7 @@ def test_the_worker_gets_its_options(group, monkeypatch):
 
 
 def test_the_loaders_get_their_options(group):
-    def inputs(**options: Any) -> Any:
+    def inputs(**options):
         return load_inputs(assemble(options), group, lambda _: None, Mesh())
 
     plain = inputs()
@@ -132,7 +132,7 @@ def test_the_loaders_get_their_options(group):
 
 @pytest.mark.parametrize("dataset", ["iris", "digits"])
 def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group, dataset):
-    def inputs(**options: Any) -> Any:
+    def inputs(**options):
         return load_inputs(
             assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, Mesh()
         )

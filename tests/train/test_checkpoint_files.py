@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     left = room_bytes
 
     class Disk(FileIO):
-        def write(self, content: Any) -> int:
+        def write(self, content) -> int:
             nonlocal left
             left -= len(content)
             if left < 0:

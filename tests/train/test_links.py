@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +80,7 @@ def test_a_folder_that_vanishes_meanwhile_is_no_link(tmp_path, monkeypatch):
     checkpoint.mkdir(parents=True)
     scandir = os.scandir
 
-    def look(path: Any) -> Any:
+    def look(path):
         if Path(path) == checkpoint:
             checkpoint.rmdir()
         return scandir(path)

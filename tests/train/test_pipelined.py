@@ -5,7 +5,6 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ def train(group, tmp_path_factory):
     """
     base = Path(group.share(str(tmp_path_factory.mktemp("runs"))))
 
-    def run(**options: Any) -> tuple[Path, list[str]]:
+    def run(**options) -> tuple[Path, list[str]]:
         text = io.StringIO()
         values = {
             "out": str(base / f"run{len(list(base.iterdir()))}"),

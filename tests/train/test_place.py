@@ -55,7 +55,7 @@ class Loop:
         self.loader = Loader(DATA, 5, self.group, workers=self.workers)
 
     @property
-    def whole(self) -> Any:
+    def whole(self):
         return self.worker or (self.model, self.optimizer, self.group)
 
     def step(self, batch: Batch):
@@ -96,9 +96,7 @@ def one_by_one(loop: Loop) -> Iterator[Batch]:
 ORDER = [(epoch, number) for epoch in range(EPOCHS) for number in range(BATCHES)]
 
 
-def until(
-    loop: Loop, batches: Any, at: tuple[int, int] | None, before: Callable[[], object] = int
-) -> Any:
+def until(loop: Loop, batches, at: tuple[int, int] | None, before: Callable[[], object] = int):
     """Train until an update; return the batches, which are not closed while somebody has them."""
     for batch in batches:
         before()
@@ -108,7 +106,7 @@ def until(
     return batches
 
 
-def evaluate_before_each_step(loop: Loop, at: tuple[int, int]) -> Any:
+def evaluate_before_each_step(loop: Loop, at: tuple[int, int]):
     def look():
         loop.evaluate()
         next(iter(loop.loader))
@@ -129,14 +127,14 @@ def keep_iterators(loop: Loop, at: tuple[int, int]):
     until(loop, one_by_one(loop), at, look)
 
 
-def fail(loop: Loop, at: tuple[int, int]) -> Any:
+def fail(loop: Loop, at: tuple[int, int]):
     loop.failing = ORDER[ORDER.index(at) + 1]
     with pytest.raises(DivergenceError) as caught:
         until(loop, one_by_one(loop), None)
     return caught
 
 
-def parts_of_epochs(loop: Loop, at: tuple[int, int]) -> Any:
+def parts_of_epochs(loop: Loop, at: tuple[int, int]):
     while at not in loop.trained:
         part = until(loop, islice(loop.loader, 2), at)
     return part

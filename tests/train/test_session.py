@@ -352,7 +352,7 @@ def test_what_the_first_step_refuses_leaves_no_folder(train, tmp_path):
 
 
 def test_a_model_without_memory_is_one_sentence(train, monkeypatch, tmp_path):
-    def full(*_: Any):
+    def full(*_):
         raise MemoryError("Unable to allocate 9 TiB")
 
     monkeypatch.setattr("nnmpi.train.build.build_model", full)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def run(tmp_path, group):
     return out
 
 
-def rewrite(run: Path, **changes: Any):
+def rewrite(run: Path, **changes):
     """Change values of state.json, and let its checksum be right."""
     file = run / "checkpoints" / "step-00000002" / "state.json"
     state = json.loads(file.read_text()) | changes

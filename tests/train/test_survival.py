@@ -55,7 +55,7 @@ def test_every_run_ends_with_the_bits_of_an_undisturbed_one(first, wanted, tmp_p
 # ---- planted bugs ----
 
 
-def seal_unsynced(file: Path, stream: Any) -> dict[str, str | int]:
+def seal_unsynced(file: Path, stream) -> dict[str, str | int]:
     stream.close()
     return {"bytes": file.stat().st_size, "sha256": files.sha256(file)}
 
@@ -71,7 +71,7 @@ def begin_in_place(writer: CheckpointWriter):
     writer._final.mkdir(parents=True, exist_ok=True)
 
 
-def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
+def finish_in_place(writer: CheckpointWriter, state, keep: int, best: bool = False) -> str:
     sealed = {name: checkpoint.seal(writer._final / name, s) for name, s in writer._streams.items()}
     values = {"format": checkpoint.FORMAT, **state, "files": sealed}
     text = checkpoint.json_text({**values, "sha256": checkpoint.digest(values)})
@@ -91,19 +91,19 @@ def begin_by_removing(writer: CheckpointWriter):
     BEGIN(writer)
 
 
-def restore_no_optimizer(trainer: Any, *args: Any) -> Any:
+def restore_no_optimizer(trainer, *args):
     result = SCATTER(trainer, *args)
     for array in (array for arrays in trainer.optimizer.slots().values() for array in arrays):
         array[...] = 0
     return result
 
 
-def restore_a_batch_too_far(trainer: Any, *args: Any) -> Any:
+def restore_a_batch_too_far(trainer, *args):
     state, notices = SCATTER(trainer, *args)
     return replace(state, batch=state.batch + 1) if state.step else state, notices
 
 
-def load_no_scalars(trainer: Trainer, values: Any):
+def load_no_scalars(trainer: Trainer, values):
     """Forget how many updates Adam has made."""
 
 
@@ -137,7 +137,7 @@ def proves_the_end_by_its_status(seen: Supervisor) -> bool:
 WATCH = Supervisor._watch
 
 
-def watch_and_keep(seen: Supervisor, *args: Any) -> tuple[int, str]:
+def watch_and_keep(seen: Supervisor, *args) -> tuple[int, str]:
     result = WATCH(seen, *args)
     seen._planted_status = result[0]
     return result

@@ -46,7 +46,7 @@ def double(backend, monkeypatch):
     cudnn_of.cache_clear()
 
 
-def drawn(backend: Backend, *shape: int, dtype: Any = FLOAT32) -> Any:
+def drawn(backend: Backend, *shape: int, dtype=FLOAT32):
     """Return small whole numbers on the device."""
     return backend.asarray(RNG.integers(-2, 3, shape).astype(dtype))
 
@@ -61,7 +61,7 @@ def operations(backend: Backend) -> Cudnn:
 # ---- convolution
 
 
-def convolved(backend: Backend, dtype: Any, function: Any = conv2d) -> list[Any]:
+def convolved(backend: Backend, dtype, function=conv2d) -> list[Any]:
     """Return a convolution's result and gradients in host memory, always of the same arrays."""
     rng = np.random.default_rng(0)
     shapes = ((2, 6, 5, 4), (3, 3, 4, 4), (4,))
@@ -147,7 +147,7 @@ def test_the_weights_gradient_is_kept_in_float32(backend, double):
 def test_what_cudnn_is_not_asked_for(backend, double):
     """float64, arrays without elements, products of pixels, and everything without kernels."""
 
-    def run(*shape: int, kernel: int = 3, dtype: Any = FLOAT32):
+    def run(*shape: int, kernel: int = 3, dtype=FLOAT32):
         x, weight = (
             drawn(backend, *shape, dtype=dtype),
             drawn(backend, kernel, kernel, 3, 2, dtype=dtype),
@@ -217,7 +217,7 @@ def test_in_a_graph(backend, double):
 class Kernels(DeviceKernels):
     """The kernels of a device, whose softmax the double's functions compute."""
 
-    def _softmax(self, name: str, scale: float, causal: bool, *arrays: Any):
+    def _softmax(self, name: str, scale: float, causal: bool, *arrays):
         xp, shape = self.xp, arrays[0].shape
         shown = shape[3] - shape[2] if causal else shape[3]
         hidden = ~xp.tri(*shape[2:], shown, dtype=bool)
@@ -231,7 +231,7 @@ class Kernels(DeviceKernels):
             arrays[2][...] = (scale * p * (grad - inner)).astype(arrays[2].dtype)
 
 
-def attended(q: Any, k: Any, v: Any, grad: Any, causal: bool) -> list[Any]:
+def attended(q, k, v, grad, causal: bool) -> list[Any]:
     """Return attention and its gradients in float64, by NumPy."""
     q, k, v, grad = (x.astype(np.float64) for x in (q, k, v, grad))
     scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
@@ -261,7 +261,7 @@ def test_attention(
     heads, features, kernels = 3, 8, Kernels(backend.xp)
     double.REFUSED.update(refused)
 
-    def place(time: int, packed: bool) -> Any:
+    def place(time: int, packed: bool):
         """Heads beside one another, as a projection's part, or each alone."""
         if not packed:
             return backend.zeros((2, heads, time, features), dtype)
@@ -289,7 +289,7 @@ def test_attention_that_cudnn_does_not_compute(backend, double):
     """Other features, float32, a gradient that is one number in many places, a single token."""
     xp, kernels = backend.xp, Kernels(backend.xp)
 
-    def run(dtype: Any, features: int, queries: int = 4, keep: bool = True) -> Any:
+    def run(dtype, features: int, queries: int = 4, keep: bool = True):
         q, k, v = (
             backend.asarray(RNG.uniform(-1, 1, (1, 2, time, features)).astype(dtype))
             for time in (queries, 4, 4)
@@ -334,7 +334,7 @@ def test_a_graph_that_cudnn_does_not_know(backend, double, monkeypatch):
     """It says so in the words of its status, too; any other failure is one."""
     words = ["CUDNN_STATUS_BAD_PARAM_DATATYPE_MISMATCH"]
 
-    def failing(graph: Any):
+    def failing(graph):
         raise RuntimeError(f"detail::finalize(...) failed with message: , and code: {words[0]}")
 
     expected = convolved(backend, FLOAT32)

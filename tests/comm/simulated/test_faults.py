@@ -30,7 +30,7 @@ DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in 
 def two(first: Fault | None, second: Fault | None) -> Fault:
     """Return what ranks 0 and 1 start, each for itself, and wait for."""
 
-    def fault(comm: Any):
+    def fault(comm):
         local = {0: first, 1: second}.get(comm.rank)
         comm.wait_all([local(comm)] if local is not None else [])
 
@@ -45,37 +45,37 @@ def receive(length: int = SHORT, tag: int = 7, source: int = 0) -> Fault:
     return lambda comm: comm.irecv(np.zeros(length), source, tag)
 
 
-def missing_wait_of_a_send(comm: Any):
+def missing_wait_of_a_send(comm):
     if comm.rank == 0:
         comm.isend(np.zeros(4), 1, 7)
     comm.wait_all([comm.irecv(np.zeros(4), 0, 7)] if comm.rank == 1 else [])
 
 
-def missing_wait_of_a_receive(comm: Any):
+def missing_wait_of_a_receive(comm):
     comm.wait_all([comm.isend(np.zeros(4), 1, 7)] if comm.rank == 0 else [])
     if comm.rank == 1:
         comm.irecv(np.zeros(4), 0, 7)
 
 
-def a_receive_into_a_buffer_in_use(comm: Any):
+def a_receive_into_a_buffer_in_use(comm):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.irecv(buffer[:5], 1, 1), comm.irecv(buffer[4:], 1, 2)])
 
 
-def a_receive_into_what_is_sent(comm: Any):
+def a_receive_into_what_is_sent(comm):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.isend(buffer, 1, 1), comm.irecv(buffer[4:], 1, 2)])
 
 
-def a_send_of_what_is_received(comm: Any):
+def a_send_of_what_is_received(comm):
     buffer = np.zeros(8)
     if comm.rank == 0:
         comm.wait_all([comm.irecv(buffer, 1, 2), comm.isend(buffer[4:], 1, 1)])
 
 
-def a_change_of_what_is_sent(comm: Any):
+def a_change_of_what_is_sent(comm):
     buffer = np.zeros(LONG)
     if comm.rank == 0:
         request = comm.isend(buffer, 1, 1)
@@ -85,26 +85,26 @@ def a_change_of_what_is_sent(comm: Any):
         comm.wait_all([comm.irecv(buffer, 0, 1)])
 
 
-def another_order_of_collectives(comm: Any):
+def another_order_of_collectives(comm):
     calls = [comm.barrier, lambda: comm.allreduce(np.zeros(4))]
     for call in calls if comm.rank == 0 else reversed(calls):
         call()
 
 
-def a_started_collective_that_others_wait_in(comm: Any):
+def a_started_collective_that_others_wait_in(comm):
     if comm.rank == 0:
         comm.wait_all([comm.iallreduce(np.zeros(4))])
     else:
         comm.allreduce(np.zeros(4))
 
 
-def a_rank_that_leaves_early(comm: Any):
+def a_rank_that_leaves_early(comm):
     comm.barrier()
     if comm.rank != 1:
         comm.barrier()
 
 
-def other_counts(comm: Any):
+def other_counts(comm):
     counts = [1, 2, 3] if comm.rank else [1, 2, 4]
     comm.allgatherv(np.zeros(counts[comm.rank]), np.zeros(sum(counts)), counts)
 
@@ -112,7 +112,7 @@ def other_counts(comm: Any):
 def around(sends_first: bool, length: int) -> Fault:
     """Return what waits in a circle: each rank for the other end of its first message."""
 
-    def fault(comm: Any):
+    def fault(comm):
         ahead, behind, buffer = (
             (comm.rank + 1) % comm.size,
             (comm.rank - 1) % comm.size,
@@ -125,14 +125,14 @@ def around(sends_first: bool, length: int) -> Fault:
     return fault
 
 
-def a_loop_that_looks_for_ever(comm: Any):
+def a_loop_that_looks_for_ever(comm):
     if comm.rank == 0:
         request = comm.irecv(np.zeros(4), 1, 0)
         while not comm.test_all([request]):
             pass
 
 
-def loops_that_look_for_one_another(comm: Any):
+def loops_that_look_for_one_another(comm):
     request = comm.irecv(np.zeros(4), (comm.rank + 1) % comm.size, 0)
     while not comm.test_all([request]):
         pass

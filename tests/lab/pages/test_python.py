@@ -153,7 +153,7 @@ def test_a_reader_runs_programs_in_chromium(tmp_path):
     assert "bubble            60.0 %" in grid
 
 
-def answered(file: Path, user: Path) -> Any:
+def answered(file: Path, user: Path):
     """Return what `SCRIPT` returns on the page, which is written to `file`; it tells a server."""
     answers = queue.Queue()
 

@@ -93,13 +93,11 @@ def check_equal(
     return ours
 
 
-def differences(
-    whole: Any, ours: Any, where: Mapping[str, Any], tolerance: float, exact: bool
-) -> list[str]:
+def differences(whole, ours, where: Mapping[str, Any], tolerance: float, exact: bool) -> list[str]:
     """Return what is not as in the whole model's run."""
     result = []
 
-    def compare(what: str, expected: Any, actual: Any):
+    def compare(what: str, expected, actual):
         expected, actual = np.asarray(expected), np.asarray(actual)
         if expected.shape != actual.shape:
             result.append(f"{what} has shape {actual.shape}, not {expected.shape}")

@@ -2,8 +2,6 @@
 convolutions.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -155,7 +153,7 @@ def test_embedding(group, sharding):
     shard(ours, group, {"0": sharding, "2": C, "4": R}, sample=(3,))
     ours.initialize(seed=3, dtype="float64")
 
-    def run(model: Module) -> Any:
+    def run(model: Module):
         return train(model, x, y, cross_entropy)
 
     problems = differences(

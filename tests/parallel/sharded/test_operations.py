@@ -115,7 +115,7 @@ def try_all(case: Case, ranks: int) -> int:
         done = []
         for way in ways(case.inputs):
 
-            def shard(i: int, x: Tensor, way: Any = way) -> Tensor:
+            def shard(i: int, x: Tensor, way=way) -> Tensor:
                 return part_of(x, way[i], group) if i in way else x
 
             try:

@@ -20,13 +20,13 @@ C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED
 HEADS = {"attention.qkv": C, "attention.proj": R}
 
 
-def blocks(features: int, heads: int, count: int = 2, **options: Any) -> Module:
+def blocks(features: int, heads: int, count: int = 2, **options) -> Module:
     """Return transformer blocks and a head."""
     made = [nn.TransformerBlock(features, heads, **options) for _ in range(count)]
     return nn.Sequential(*made, nn.Flatten(), nn.Linear(3 * features, 3))
 
 
-def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: Any):
+def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options):
     """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients,
     weights.
     """
@@ -77,12 +77,12 @@ class Own(Module):
         self.gain = Parameter((6,), nn.Constant(0.7))
         self.compute = compute
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Return what `compute` makes of x: (batch, 3, 4)."""
         return self.compute(self, x)
 
 
-def mean_of_parts(m: Any, x: Tensor) -> Tensor:
+def mean_of_parts(m, x: Tensor) -> Tensor:
     """Return a part: the module's result is made whole."""
     return m.wide(x).mean(1)
 
@@ -95,7 +95,7 @@ def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
     )
 
 
-def sqrt_of_width(m: Any, x: Tensor) -> Tensor:
+def sqrt_of_width(m, x: Tensor) -> Tensor:
     """Divide by what the shape says: that of the whole."""
     y = m.wide(x)
     y = y / float(y.shape[-1]) ** 0.5

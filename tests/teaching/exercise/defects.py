@@ -25,7 +25,7 @@ def changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callabl
     """Return a function that hands on what `change` makes of the right result and the arguments."""
 
     @wraps(function)
-    def wrong(*values: Any) -> Any:
+    def wrong(*values):
         return change(function(*values), *values)
 
     return wrong
