@@ -3,6 +3,7 @@ precision.
 """
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
 
     @settings(max_examples=10)
     @given(row.cases)
-    def same(case):
+    def same(case: Any) -> None:
         assert not apart(
             Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0
         )
@@ -65,7 +66,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
     same()
 
 
-def replay(sample: Sample, device: Backend):
+def replay(sample: Sample, device: Backend) -> None:
     """Compare a call's replays with it; where products lie elsewhere, they may add up in another
     order.
     """
@@ -90,7 +91,7 @@ def test_every_function_replays(device, row):
 
     @settings(max_examples=5)
     @given(row.cases)
-    def same(case):
+    def same(case: Any) -> None:
         replay(Sample(row.public, "drawn", case.function, case.inputs), device)
 
     same()

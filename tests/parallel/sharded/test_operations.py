@@ -143,7 +143,7 @@ def test_equal_or_refused(row):
 
     @settings(max_examples=8)
     @given(row.cases)
-    def tried(case: Case):
+    def tried(case: Case) -> None:
         nonlocal taken
         taken += try_all(case, 2) + try_all(case, 3)
 
