@@ -159,8 +159,9 @@ class Placement:
         """
         first = 0
         if not prod(old):
-            # an empty batch has the placement of a batch of 1; other empty shapes are ambiguous
-            if not (old[0] == new[0] == 0 < prod(old[1:]) and self.axis):
+            # an empty batch has the placement of a batch of 1; other empty shapes, such as a batch
+            # and an axis that become one, are ambiguous
+            if not (old[0] == new[0] == 0 < prod(old[1:]) == prod(new[1:]) and self.axis):
                 return None
             old, new, first = (1, *old[1:]), (1, *new[1:]), 1
         outer = prod(old[: self.axis]) * (self.repeats or 1)

@@ -205,3 +205,8 @@ def test_nobody_sees_values_of_a_part():
         )
 
     nnmpi.simulate(main, ranks=2)
+
+
+def test_an_empty_batch_that_becomes_one_with_an_axis_is_refused():
+    """Without elements nothing tells which of the new axes has the parts of the old one."""
+    assert not try_all(Case(lambda x: x.reshape(0, 2), [np.ones((0, 2, 2))]), 2)
