@@ -16,7 +16,8 @@ from nnmpi import DataParallel, Worker, data, models, nn, ops, optim
 from nnmpi.compose.inference import TokenGenerator
 
 ROWS, BATCH = 250, 32  # the last batch of an epoch is a shorter one
-GROWTH_KB, LOOKS = 2048, 4  # a heap's page here and there; 0.1 KB a step would be 1,500 KB
+# Of few steps the heap still fills: up to 1.5 MB. 0.3 KB a step would be 4.5 MB of 15,000.
+GROWTH_KB, LOOKS = 4096, 4
 
 
 def make(group):
