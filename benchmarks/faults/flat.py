@@ -4,7 +4,7 @@ python -m benchmarks.faults flat --ranks 1 2
 """
 
 import os
-from itertools import cycle, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,8 @@ ROWS, BATCH = 250, 32  # the last batch of an epoch is a shorter one
 GROWTH_KB, LOOKS = 4096, 4
 
 
-def make(group):
-    """Return a model, its optimizer, a data set, and a language model with a loss for a Worker."""
+def make():
+    """Return a model, its optimizer, and a data set."""
     draws = np.random.default_rng(0)
     x = draws.normal(size=(ROWS, 8)).astype(np.float32)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).initialize(seed=0)
@@ -29,30 +29,32 @@ def make(group):
     return model, optim.Adam(model.storage, lr=1e-3), samples
 
 
+def batches(samples, group):
+    """Yield the batches of one epoch after another, without end."""
+    loader = data.Loader(samples, BATCH, group)
+    return chain.from_iterable(map(loader.epoch, count()))
+
+
 def by_worker(group):
     """Yield after each step of a Worker."""
-    model, optimizer, samples = make(group)
-    worker, loader = Worker(model, optimizer, group), data.Loader(samples, BATCH, group)
-    for epoch in cycle(range(1000)):
-        for batch in loader.epoch(epoch):
-            yield worker.step(batch)
+    model, optimizer, samples = make()
+    yield from map(Worker(model, optimizer, group).step, batches(samples, group))
 
 
 def by_loop(group):
     """Yield after each step of an own loop."""
-    model, optimizer, samples = make(group)
-    parallel, loader = DataParallel(model, group), data.Loader(samples, BATCH, group)
-    for epoch in cycle(range(1000)):
-        for batch in loader.epoch(epoch):
-            loss = ops.cross_entropy(model(batch.x), batch.y, reduction="sum")
-            parallel.backward(loss, batch.global_rows)
-            optimizer.step()
-            yield model.zero_grad()
+    model, optimizer, samples = make()
+    parallel = DataParallel(model, group)
+    for batch in batches(samples, group):
+        loss = ops.cross_entropy(model(batch.x), batch.y, reduction="sum")
+        parallel.backward(loss, batch.global_rows)
+        optimizer.step()
+        yield model.zero_grad()
 
 
 def by_evaluate(group):
     """Yield after each evaluation of a Worker."""
-    model, optimizer, samples = make(group)
+    model, optimizer, samples = make()
     worker = Worker(model, optimizer, group)
     loader = data.Loader(samples, ROWS // 2, group, shuffle=False)
     while True:

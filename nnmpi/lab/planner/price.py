@@ -479,7 +479,7 @@ class Pricer:
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
         self._piped, self._measure, self._counted = cache(self._bubble), count, cache(self._count)
-        self._layer_s = cache(profile.layer_s)
+        self._layer_s, self._own_s = cache(profile.layer_s), cache(self._part_s)
         self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
@@ -517,7 +517,7 @@ class Pricer:
         layer_s = self._layer_s(self._rows(candidate), "seconds")
         scale = self._computing(candidate) / (sum(layer_s) or 1.0)
         sent_s = self._seconds(self._sent(candidate)) / len(cuts)
-        part_s = self._part_s(Kind.W in schedule.kinds, self._rows(candidate))
+        part_s = self._own_s(Kind.W in schedule.kinds, self._rows(candidate))
         work = [
             scale * sum(layer_s[i] for i in cut)
             + part_s / candidate.virtual_stages
