@@ -79,7 +79,7 @@ def measure(words, count, rounds, group, say=str):
                 name = str(element.candidate)
                 with ready(workload, element.options(), group) as (worker, batches):
                     step = partial(worker.step, lr=0.0)
-                    rows[name]["s"].append(typical_s(group, step, batches, RACE_S))
+                    rows[name]["s"] += typical_s(group, [(step, batches)], RACE_S)
                     # a recording is made at the third step
                     rows[name]["bytes"] = group.gather(
                         [worker.arrangement.mesh.pp.rank, dict(worker.ledger.report().peaks)]

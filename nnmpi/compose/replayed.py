@@ -65,10 +65,12 @@ class Replay(Compiled):
 
     Attributes:
         replays: the number of replayed passes.
+        audits: whether passes are compared with their recordings from time to time. A trial of a
+            layout, which changes nothing, does without: they took 60 % of it.
         failed: an error that the last pass has found, which all ranks are to raise; or None.
     """
 
-    _name, failed = "the model", None
+    _name, failed, audits = "the model", None, True
 
     # it is written to in every step, and by nobody else
     __setattr__ = object.__setattr__  # type: ignore[assignment]
@@ -126,7 +128,7 @@ class Replay(Compiled):
     def _replays_or_records(self, key: Any, mode: Mode) -> bool:
         recording = self._held.get(key)
         if recording is not None and recording.is_valid():
-            if recording.is_due():
+            if self.audits and recording.is_due():
                 # a pass like any other for the ranks that replay: it sends the same messages
                 self._reason = "the pass is compared with its recording"
                 try:

@@ -7,7 +7,6 @@ import shlex
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +27,7 @@ from nnmpi.lab.planner import auto_layout, network, profile
 from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import (
+    MEASURED,
     Candidate,
     LayoutPrice,
     Pricer,
@@ -102,7 +102,7 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
         (tp, sp): ShareCost(1.1 / tp / sp, (("all-reduce", "tp" if tp > 1 else "sp", 32.0, 9),))
         for tp, sp in shares_of(ranks)
     }
-    piped_s = {("gpipe", 1): 1e-3, ("gpipe", 4): 4e-3, ("zero-bubble", 1): 3e-3}
+    piped_s = {("gpipe", 1, 1): 1e-3, ("gpipe", 1, 4): 4e-3, ("zero-bubble", 1, 1): 3e-3}
     return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size, piped_s=piped_s)
 
 
@@ -342,7 +342,7 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     made = [replace(result, busy=0.0)]
     monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or made[0])
     took = [result.steps[16].seconds + result.steps[16].update_s]
-    monkeypatch.setattr(profile, "typical_s", lambda *_: took[0])
+    monkeypatch.setattr(profile, "typical_s", lambda *_: took)
     said = []
 
     def take(batch_size: int = 16, again: bool = False, **options) -> Profile:
@@ -392,6 +392,18 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     assert take() == made[0] and len(measured) == 6
 
 
+def test_a_trial_is_replayed_and_not_audited():
+    table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
+
+    def count(group):
+        with ready(workload(16, table, model="mlp", hidden=[8]), {}, group) as (worker, batches):
+            for _ in range(20):
+                worker.step(next(batches), lr=0.0)
+            return worker.passes.replay.replays
+
+    assert simulate(count, 1)[0] >= 17
+
+
 def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
@@ -408,32 +420,49 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
 
 
 def test_a_step_s_parts_are_told_apart(monkeypatch):
-    """What a step takes once, its update, its rows, a microbatch more of a pipeline, and ZeRO."""
-    once_s, update_s, piped_s = 0.005, 0.002, 0.011
+    """What a step takes once, its update, its rows, a microbatch more of a pipeline, and ZeRO.
 
-    def take(work, options: dict[str, Any], *_, **__) -> float:
-        if "pp" in options:
-            return 0.1 + piped_s * options["microbatches"]
-        if "zero" in options:
-            return options["zero"]
+    In the first of two passes the machine is slower.
+    """
+    once_s, update_s = 0.005, 0.002
+    piped_s = {"gpipe": 0.011, "zero-bubble": 0.013, "interleaved": 0.019}
+
+    seen = set()
+
+    def take(work, several, group, *_, timed=None, **__):
+        call = (timed or group).rank, str(several)
+        slow = 1 if call in seen else 1.5
+        seen.add(call)
+        return [slow * take_one(options) for options in several]
+
+    def take_one(options: dict[str, Any]) -> float:
+        if options.get("pp", 1) > 1:
+            return 0.1 + piped_s[options["pipeline"]] * options["microbatches"]
+        if "dp" in options:
+            return 5 + options.get("zero", 0)
         return once_s + update_s + 1e-5 * options["batch_size"]
 
-    monkeypatch.setattr(profile, "time_layout", take)
-    monkeypatch.setattr(profile, "typical_s", lambda *_: update_s)
+    monkeypatch.setattr(profile, "time_layouts", take)
+    monkeypatch.setattr(profile, "typical_s", lambda *_: [update_s])
     table = Dataset("made up", np.ones((256, 4), np.float32), np.zeros(256, np.int64), 4)
-    work = workload(256, table, model="mlp", hidden=[8])
+    work = workload(256, table, model="mlp", hidden=[8, 8])
     for ranks in (1, 2):
+        seen.clear()
         found = simulate(lambda group, n=ranks: profile.measure(work, group, n, []), ranks)[0]
         assert found.steps[256].seconds == pytest.approx(once_s + 256e-5)
         assert found.once_s == pytest.approx(once_s)
-        piped = product(("gpipe", "zero-bubble"), (min(found.steps), 4 * min(found.steps)))
-        assert found.piped_s == pytest.approx(dict.fromkeys(piped if ranks == 2 else (), piped_s))
+        assert len(found.piped_s) == (2 * len(MEASURED) if ranks == 2 else 0)
         assert found.zero_s.keys() == ({1, 2, 3} if ranks == 2 else set())
-        few = workload(32, table, model="mlp", hidden=[8])
+        few = workload(32, table, model="mlp", hidden=[8, 8])
         machine = PlannedNetwork("nothing known", Machine.uniform(0.0, 0.0), ranks)
+        for name, stages, rows in found.piped_s:
+            layout = Candidate(1, 2, 1, 1, 0, name, stages, 256 // rows)
+            taken = work.pricer(found, machine).price(layout).computing_s
+            assert taken == pytest.approx(once_s + 256 // rows * piped_s[name])
         for zero in found.zero_s:  # the price is what was measured
-            price = few.pricer(found, machine).price(Candidate(2, zero=zero))
-            assert price.seconds == pytest.approx(zero)
+            pricer = few.pricer(found, machine)
+            plain_s, price_s = (pricer.price(Candidate(2, zero=n)).seconds for n in (0, zero))
+            assert price_s == pytest.approx(plain_s + zero)
         assert found.layer_s(256, "keep_s") == [layer.keep_s for layer in found.layers]
         assert found.layer_s(1, "keep_s") == [layer.keep_s for layer in found.few]
 

@@ -78,8 +78,10 @@ from nnmpi.schedule.simulate import Costs, Lengths, simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
-END_S = 25e-6  # processor time of a pipeline's message at each end
-WHOLE, HALVED = "gpipe", "zero-bubble"  # pipelines that are measured: without and with W
+END_S = 25e-6  # processor time of a pipeline's message at each end, unless measured
+# Pipelines that are measured, with their stages per rank: without W, with it, and with 4 messages
+# more for each rank.
+WHOLE, HALVED, SENDING = MEASURED = ("gpipe", 1), ("zero-bubble", 1), (INTERLEAVED, 2)
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
@@ -292,8 +294,8 @@ class Profile:
         few: the same for the fewest rows in `steps`, of which calls take the most.
         raced: {layout as text: seconds of a step in a race}.
         once_s: the seconds of a step that it takes once, however many microbatches it has.
-        piped_s: {(schedule, rows): the seconds of one more microbatch of so many rows in a
-            pipeline of two ranks}; without those that are impossible.
+        piped_s: {(schedule, stages per rank, rows): the seconds of one more microbatch of so many
+            rows in a pipeline of two ranks}; without those that are impossible.
         zero_s: {ZeRO stage: the seconds of its step beside computing, sums and update}, such as its
             meetings, on the ranks that measured.
         date: when it was measured.
@@ -307,7 +309,7 @@ class Profile:
     few: tuple[LayerCost, ...] = ()
     raced: Mapping[str, float] = field(default_factory=dict)
     once_s: float = 0.0
-    piped_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    piped_s: Mapping[tuple[str, int, int], float] = field(default_factory=dict)
     zero_s: Mapping[int, float] = field(default_factory=dict)
     date: str = ""
     busy: float = 0.0
@@ -517,12 +519,12 @@ class Pricer:
         layer_s = self._layer_s(self._rows(candidate), "seconds")
         scale = self._computing(candidate) / (sum(layer_s) or 1.0)
         sent_s = self._seconds(self._sent(candidate)) / len(cuts)
-        part_s = self._own_s(Kind.W in schedule.kinds, self._rows(candidate))
+        part_s, end_s = self._own_s(Kind.W in schedule.kinds, self._rows(candidate))
         work = [
             scale * sum(layer_s[i] for i in cut)
             + part_s / candidate.virtual_stages
             + sent_s
-            + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
+            + 2 * end_s * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
         ]
         most_s = max(
@@ -530,22 +532,24 @@ class Pricer:
         )
         return self.profile.once_s + most_s * candidate.microbatches, work
 
-    def _part_s(self, halved: bool, rows: int) -> float:
-        """The processor time of a pipeline's microbatch that its layers and messages do not take,
-        however many stages a rank has.
+    def _part_s(self, halved: bool, rows: int) -> tuple[float, float]:
+        """Return the processor time of a pipeline's microbatch that its layers and messages do not
+        take, however many stages a rank has, and that of each end of a message.
 
         Layers in a stage of their own take longer than in a whole step, where convolutions pass
         their blocks on in the cache: by 0.4 of 2.7 ms, so it grows with the rows.
         """
-        extra_s = dict[int, float]()
-        for (name, count), piped_s in self.profile.piped_s.items():
-            if (name == HALVED) == halved:
-                layer_s = self._layer_s(count, "seconds")
-                most_s = max(sum(layer_s[i] for i in cut) for cut in self.shapes.cuts(2, 1))
-                step_s = self.profile.step(count, "seconds") - self.profile.once_s
-                expected_s = step_s * most_s / (sum(layer_s) or 1.0) + 2 * END_S
-                extra_s[count] = max(0.0, piped_s - expected_s)
-        return at_rows(extra_s, rows) if extra_s else 0.0
+        beside_s: dict[tuple[str, int], dict[int, float]] = {key: {} for key in MEASURED}
+        for (name, virtual, count), piped_s in self.profile.piped_s.items():
+            layer_s, cuts = self._layer_s(count, "seconds"), self.shapes.cuts(2, virtual)
+            most_s = max(sum(layer_s[i] for cut in cuts[rank::2] for i in cut) for rank in (0, 1))
+            step_s = self.profile.step(count, "seconds") - self.profile.once_s
+            beside_s[name, virtual][count] = piped_s - step_s * most_s / (sum(layer_s) or 1.0)
+        whole_s, halved_s, sending_s = (
+            at_rows(known, rows) if known else 0.0 for known in beside_s.values()
+        )
+        end_s = max(0.0, sending_s - whole_s) / 4 if beside_s[SENDING] else END_S
+        return max(0.0, (halved_s if halved else whole_s) - 2 * end_s), end_s
 
     def _pipeline(self, candidate: Candidate) -> tuple[Schedule, Costs, Lengths]:
         """Return a pipeline's schedule, its seconds, and the bytes of its messages."""

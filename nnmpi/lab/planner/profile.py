@@ -10,6 +10,11 @@ memory bandwidth; the slowest counts, and all get the same profile. Replicas wit
 sequences run on these ranks where they divide into such, else on simulated ones; only the ratio of
 their time, without messages, to that of one rank is used.
 
+A virtual machine's speed changes by a half, for a second or for minutes. So all is measured twice,
+and each number is the least; and layouts whose times are subtracted take turns. To scale each
+measurement by a short step beside it was tried: it suffers from other disturbances than long steps,
+and prices were off by 12 to 16 % in place of 4 to 13.
+
 A profile holds for what it was measured with: the kernels that ran, the processors, the ranks of
 each node. Other ones are another key. What no key can say, such as a slower clock, is found by a
 step that is measured again before the profile is used. A profile that was measured beside other
@@ -23,12 +28,12 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, product, repeat
-from math import prod
-from typing import Any
+from math import inf, prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import threadpoolctl
@@ -52,11 +57,10 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
-from nnmpi.lab.measure import time_calls
+from nnmpi.lab.measure import Refilled, time_calls
 from nnmpi.lab.planner.network import QUICK, PlannedNetwork, Say
 from nnmpi.lab.planner.price import (
-    HALVED,
-    WHOLE,
+    MEASURED,
     Candidate,
     ModelShapes,
     Pricer,
@@ -82,16 +86,18 @@ from nnmpi.train.config import Config, to_json
 from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 22  # of the cached profile; part of its key
+FORMAT = 23  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
-# Steps 2, 3, 4 and 8 make or audit a recording: of a GPT's 8 they were most of the time, 80 ms a
-# step for 26.
-MEASURE_S, WARM_UP_STEPS = 0.5, 8
+MEASURE_S, WARM_UP_STEPS = 0.35, 5  # steps 2 and 3 make a recording
+TRACED_STEPS = 5
 RECORDED_STEPS = 2  # after these the memory of a recording is known
+PASSES = 2
 SEVERAL = 4  # microbatches of a step that is measured beside one of a single microbatch
 LEAST = {"activation_memory": "least"}
+_Timed: TypeAlias = tuple[Callable[[Any], Any], Iterator[Any]]
+"""A call, and its arguments, which are made outside the measured time."""
 _Sent = tuple[str, str, int]  # operation, axis, bytes
 QUARTILE = 0.25  # other programs disturb the steps above it
 # The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
@@ -284,17 +290,40 @@ def shares_of(ranks: int) -> list[Share]:
 def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share]) -> Profile:
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
+    Each number is the least of `PASSES`.
+
     Args:
         workload: to measure.
         group: the ranks that measure.
         ranks: the planned number of ranks, which limits the parts of a batch.
         shares: (tp, sp) to measure besides (1, 1); those impossible for the model are left out.
     """
-    alone, batch = group.split(group.rank), workload.batch_size
+    batch, result = workload.batch_size, None
+    sizes = sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)})
+    for _ in range(PASSES):
+        profile = _measure(workload, group, shares, sizes, result is None).to_json()
+        result, sizes = _least(profile, result or profile), [rows for rows, _ in profile["steps"]]
+    return rebuilt(Profile, group.share(result))
+
+
+def _least(one: Any, other: Any) -> Any:
+    """Return JSON values of the same form, with the lesser of each two floats."""
+    if isinstance(one, dict):
+        return {key: _least(value, other[key]) for key, value in one.items()}
+    if isinstance(one, list | tuple):
+        return [_least(*pair) for pair in zip(one, other, strict=True)]
+    return min(one, other) if isinstance(one, float) else one
+
+
+def _measure(
+    workload: Workload, group: Group, shares: Sequence[Share], sizes: Sequence[int], chooses: bool
+) -> Profile:
+    """Measure once; with `chooses`, without the sizes of too long steps."""
+    alone = group.split(group.rank)
     wall_s, own_s = time.perf_counter(), time.process_time()
     steps: dict[int, StepCost] = {}
-    for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
-        expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
+    for rows in sizes:
+        expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps and chooses else 0.0
         if expected <= LONGEST_S:
             steps[rows] = _measure_replica(workload, rows, group, alone)
     fewest = min(steps)
@@ -327,13 +356,14 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     )
     if group.size > 1:
         profile = replace(profile, zero_s=_measure_zero(workload, fewest, profile, group))
-    return rebuilt(Profile, group.share(profile.to_json()))
+    return profile
 
 
 def _measure_zero(
     workload: Workload, rows: int, profile: Profile, group: Group
 ) -> dict[int, float]:
-    """Return what each ZeRO stage's step takes beside its price, of replicas with so many rows.
+    """Return what each ZeRO stage adds to plain replicas' step, of so many rows each, beside what
+    its price adds.
 
     Without a fit nothing is known of its sums, and all of it counts.
     """
@@ -342,9 +372,17 @@ def _measure_zero(
     few = replace(workload, config=workload.config.having(batch_size=rows * ranks))
     pricer = few.pricer(profile, PlannedNetwork("", machine, ranks, fit))
     for zero in STAGES:
+        pair = Candidate(ranks), Candidate(ranks, zero=zero)
         with suppress(UsageError):  # an optimizer of whole matrices
-            step_s = time_layout(few, {"dp": ranks, "zero": zero}, group)
-            result[zero] = max(0.0, step_s - pricer.price(Candidate(ranks, zero=zero)).seconds)
+            plain_s, zero_s = (
+                step_s - pricer.price(layout).seconds
+                for layout, step_s in zip(
+                    pair,
+                    time_layouts(few, [layout.options() for layout in pair], group),
+                    strict=True,
+                )
+            )
+            result[zero] = max(0.0, zero_s - plain_s)
     return result
 
 
@@ -367,7 +405,8 @@ def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group) 
     size = {"batch_size": rows}
     step_s = least_s = time_layout(workload, size, alone, timed=group)
     with ready(workload, size, alone) as (worker, _):
-        update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
+        update = (lambda _: worker.optimizer.step()), repeat(None)
+        (update_s,) = typical_s(group, [update])
     with suppress(UsageError):  # a model that is not recomputed
         least_s = time_layout(workload, size | LEAST, alone, timed=group)
     step_s, least_s = (max(seconds - update_s, 0.0) for seconds in (step_s, least_s))
@@ -381,34 +420,27 @@ def _measure_once(
     several = min(SEVERAL, workload.batch_size // rows)
     if several < 2:
         return 0.0
-    one_s, all_s = (
-        time_layout(workload, {"batch_size": rows * n, "microbatches": n}, alone, timed=group)
-        for n in (1, several)
-    )
+    sizes = [{"batch_size": rows * n, "microbatches": n} for n in (1, several)]
+    one_s, all_s = time_layouts(workload, sizes, alone, timed=group)
     return max(0.0, (several * one_s - all_s) / (several - 1) - update_s)
 
 
-def _measure_piped(workload: Workload, fewest: int, group: Group) -> dict[tuple[str, int], float]:
+def _measure_piped(
+    workload: Workload, fewest: int, group: Group
+) -> dict[tuple[str, int, int], float]:
     """Return a pipeline's part of a profile, of two ranks."""
-    result = dict[tuple[str, int], float]()
+    result = dict[tuple[str, int, int], float]()
     if group.size % 2 or workload.batch_size < 2 * SEVERAL * fewest:
         return result
     pair = group.split(group.rank // 2)
-    for pipeline, rows in product((WHOLE, HALVED), (fewest, SEVERAL * fewest)):
+    for (pipeline, virtual), rows in product(MEASURED, (fewest, SEVERAL * fewest)):
         most = min(4 * SEVERAL, workload.batch_size // rows)
         few = min(SEVERAL, most // 2)
-        options = {"pp": 2, "pipeline": pipeline}
+        options = {"pp": 2, "pipeline": pipeline, "virtual_stages": virtual}
         with suppress(UsageError):  # a model that cannot be cut
-            few_s, all_s = (
-                time_layout(
-                    workload,
-                    options | {"batch_size": rows * n, "microbatches": n},
-                    pair,
-                    timed=group,
-                )
-                for n in (few, most)
-            )
-            result[pipeline, rows] = max(0.0, (all_s - few_s) / (most - few))
+            sizes = [options | {"batch_size": rows * n, "microbatches": n} for n in (few, most)]
+            few_s, all_s = time_layouts(workload, sizes, pair, timed=group)
+            result[pipeline, virtual, rows] = max(0.0, (all_s - few_s) / (most - few))
     pair.free()
     return result
 
@@ -423,26 +455,29 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int) ->
     crowded = max(Counter(group.nodes()).values()) > usable_cores()[1]
 
     def run(tp: int, sp: int, local: Group) -> tuple[float, float, Counter[_Sent]]:
-        options = {"tp": tp, "sp": sp, "batch_size": rows}
+        options, sent_s = {"tp": tp, "sp": sp, "batch_size": rows}, inf
         with ready(workload, options, local) as (worker, batches):
             worker.step(next(batches), lr=0.0)  # whose messages wait for what is made once
-            timeline = Timeline()
-            with tracing(timeline):
-                worker.step(next(batches), lr=0.0)
+            for _ in range(TRACED_STEPS):
+                timeline = Timeline()
+                with tracing(timeline):
+                    worker.step(next(batches), lr=0.0)
+                events = [e for e in timeline.events if e.category == CATEGORY]
+                spans = local.gather([e.end_s - e.begin_s for e in events])
+                sent_s = min(sent_s, sum(map(min, zip(*spans, strict=True))))
             mesh = worker.arrangement.mesh.sizes
             axis_of = {  # of the ranks as events name them
                 f"{tuple(local.comm.members[rank] for rank in ranks)}": axis
                 for axis in (SP, TP)
                 for ranks in mesh.groups(axis)
             }
-            events = [e for e in timeline.events if e.category == CATEGORY]
             sent = Counter(
                 (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))
                 for e in events
             )
-            spans = local.gather([e.end_s - e.begin_s for e in events])
-            step_s = typical_s(local, partial(worker.step, lr=0.0), batches)
-        least_s, sent_s = step_s, 0.0 if crowded else sum(map(min, zip(*spans, strict=True)))
+            call = partial(worker.step, lr=0.0), batches
+            (step_s,) = typical_s(local, [call])
+        least_s, sent_s = step_s, 0.0 if crowded else sent_s
         with suppress(UsageError):  # a model that is not recomputed
             least_s = time_layout(workload, options | LEAST, local)
         return step_s - sent_s, least_s - sent_s, sent
@@ -518,6 +553,7 @@ def ready(
         _,
         batches,
     ):
+        worker.passes.replay.audits = False
         for _ in range(WARM_UP_STEPS):
             worker.step(next(batches), lr=0.0)
         yield worker, batches
@@ -530,34 +566,57 @@ def time_layout(
     budget_s: float = MEASURE_S,
     timed: Group | None = None,
 ) -> float:
-    """Return the seconds of a step of a layout. Collective.
+    """Return the seconds of a step of one layout; see `time_layouts`. Collective."""
+    return time_layouts(workload, [options], group, budget_s, timed)[0]
+
+
+def time_layouts(
+    workload: Workload,
+    several: Sequence[Mapping[str, Any]],
+    group: Group,
+    budget_s: float = MEASURE_S,
+    timed: Group | None = None,
+) -> list[float]:
+    """Return the seconds of a step of each layout, which take turns. Collective.
 
     Args:
-        workload, options, group: see `ready`.
-        budget_s, timed: of `typical_s`; by default the same group.
+        workload, several, group: see `ready`.
+        budget_s, timed: seconds for all of them, and the ranks of which the slowest counts; by
+            default the same group.
     """
-    with ready(workload, options, group) as (worker, batches):
-        return typical_s(timed or group, partial(worker.step, lr=0.0), batches, budget_s)
+    with ExitStack() as stack:
+        return typical_s(
+            timed or group,
+            [
+                (partial(worker.step, lr=0.0), batches)
+                for options in several
+                for worker, batches in [stack.enter_context(ready(workload, options, group))]
+            ],
+            budget_s,
+        )
 
 
 def typical_s(
     group: Group,
-    call: Callable[[Any], Any],
-    arguments: Iterator[Any],
+    calls: Sequence[_Timed],
     budget_s: float = MEASURE_S,
-) -> float:
-    """Return the lower quartile of a call's seconds, the slowest rank's each time. Collective.
+) -> list[float]:
+    """Return the lower quartile of each call's seconds, the slowest rank's each time. Collective.
 
     Args:
         group: all ranks.
-        call: to time.
-        arguments: of the calls, made outside the measured time.
-        budget_s: for all calls.
+        calls: to time in turns.
+        budget_s: for all of them.
     """
-    argument: list[Any] = [None]
 
-    def refill() -> None:
-        argument[0] = next(arguments)
+    def refilled(call: Callable[[Any], Any], arguments: Iterator[Any]) -> Refilled:
+        argument: list[Any] = [None]
 
-    times = time_calls(group, [(lambda: call(argument[0]), refill)], budget_s)[0]
-    return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))
+        def refill() -> None:
+            argument[0] = next(arguments)
+
+        return lambda: call(argument[0]), refill
+
+    times = time_calls(group, [refilled(*item) for item in calls], budget_s)
+    settled = times[:, times.shape[1] // SETTLED :]
+    return [float(item) for item in np.quantile(settled, QUARTILE, axis=1)]
