@@ -502,7 +502,7 @@ class Pricer:
     def _computing(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of forward and backward through all layers of a replica."""
         one, name, again = candidate, "seconds", 1.0
-        if one.recompute and one.pp == 1 and (one.zero < 2 or one.tp * one.sp > 1):
+        if one.recompute and one.pp == 1 and one.zero < 2:
             name = "least_s"  # of a plan, which computes some layers again
         elif one.recompute:  # whole segments
             again += self._forward_part(self._rows(one))

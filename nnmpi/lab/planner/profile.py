@@ -301,9 +301,14 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     batch, result = workload.batch_size, None
     sizes = sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)})
     for _ in range(PASSES):
-        profile = _measure(workload, group, shares, sizes, result is None).to_json()
+        profile = _measure(workload, group, sizes, result is None).to_json()
         result, sizes = _least(profile, result or profile), [rows for rows, _ in profile["steps"]]
-    return rebuilt(Profile, group.share(result))
+    costs = {(1, 1): ShareCost()}
+    for share in shares:
+        cost = _measure_share(group, workload, share, max(sizes))
+        if cost is not None:
+            costs[share] = cost
+    return rebuilt(Profile, group.share(replace(rebuilt(Profile, result), shares=costs).to_json()))
 
 
 def _least(one: Any, other: Any) -> Any:
@@ -315,10 +320,8 @@ def _least(one: Any, other: Any) -> Any:
     return min(one, other) if isinstance(one, float) else one
 
 
-def _measure(
-    workload: Workload, group: Group, shares: Sequence[Share], sizes: Sequence[int], chooses: bool
-) -> Profile:
-    """Measure once; with `chooses`, without the sizes of too long steps."""
+def _measure(workload: Workload, group: Group, sizes: Sequence[int], chooses: bool) -> Profile:
+    """Measure all but shares once; with `chooses`, without the sizes of too long steps."""
     alone = group.split(group.rank)
     wall_s, own_s = time.perf_counter(), time.process_time()
     steps: dict[int, StepCost] = {}
@@ -333,11 +336,6 @@ def _measure(
     rows = max(steps)
     layers = _measure_layers(workload, rows, group)
     few = _measure_layers(workload, fewest, group)
-    result = {(1, 1): ShareCost()}
-    for share in shares:
-        cost = _measure_share(group, workload, share, rows)
-        if cost is not None:
-            result[share] = cost
     wall_s, own_s = time.perf_counter() - wall_s, time.process_time() - own_s
     # ranks wait in calls that do not sleep, so alone a rank has all the time of its core
     on_node = max(Counter(group.nodes()).values())
@@ -345,7 +343,7 @@ def _measure(
     (busy,) = group.max_floats([0.0 if workload.backend.is_device else max(0.0, 1 - own)])
     profile = Profile(
         steps,
-        result,
+        {(1, 1): ShareCost()},
         layers,
         rows,
         few,
@@ -493,13 +491,13 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int) ->
             local.free()
 
     try:
-        *alone, _ = spent(1, 1)
-        *together, sent = spent(*share)
+        passes = [(spent(1, 1), spent(*share)) for _ in range(PASSES)]
     except NnmpiError:
         return None
-    ratio, least = group.max_floats(
-        [several_s / max(one_s, 1e-12) for one_s, several_s in zip(alone, together, strict=True)]
-    )
+    # the least of each, since the least ratio would be that of a step alone which was disturbed
+    times = np.array([[one[:2], several[:2]] for one, several in passes]).min(axis=0)
+    ratio, least = group.max_floats([*(times[1] / np.maximum(times[0], 1e-12))])
+    _, (*_, sent) = passes[-1]
     exchanges = tuple(
         (what, axis, nbytes / rows, count) for (what, axis, nbytes), count in sent.items()
     )
