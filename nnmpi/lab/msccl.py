@@ -77,7 +77,7 @@ class ThreadBlock:
     clocks: list[Any] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class SentChunks:
     """A sent message: its chunks, its sender's clock, and where it comes from."""
 
@@ -198,6 +198,7 @@ class ProgramWalk:
         self.program, ranks = program, range(program.ranks)
         self.start = np.zeros(len(program.blocks), np.int32)  # of all clocks
         self.queues: defaultdict[Any, deque[SentChunks]] = defaultdict(deque)
+        self.outgoing: list[list[SentChunks]] = [[] for _ in ranks]  # of each, in order
         # by rank and chunk: what is on its way from there; who wrote it last, and who has read it
         # since, as (block, time, place)
         self.sent: defaultdict[Any, list[SentChunks]] = defaultdict(list)
@@ -216,10 +217,12 @@ class ProgramWalk:
             ScheduleError: for a deadlock or a race.
         """
         waiting, idle = deque(block for block in self.program.blocks if block.operations), 0
-        while idle < len(waiting):
+        while idle < 2 * len(waiting):
+            # one operation a turn, so that messages arrive in their order, a rank's to all others
+            # too unless nothing else can be done: it sends one in a round
+            is_next = idle < len(waiting)
             block = waiting.popleft()
-            # one operation a turn, so that messages arrive in their order
-            idle = 0 if self.act(block) else idle + 1
+            idle = 0 if self.act(block, is_next) else idle + 1
             if len(block.clocks) < len(block.operations):
                 waiting.append(block)
         if waiting:
@@ -251,8 +254,8 @@ class ProgramWalk:
             )
         return awaited.clocks[step] if len(awaited.clocks) > step else None
 
-    def act(self, block: ThreadBlock) -> bool:
-        """Do the next operation, if it can be done."""
+    def act(self, block: ThreadBlock, is_next: bool) -> bool:
+        """Do the next operation, if it can be done; `is_next`: take a sender's first message."""
         operation, rank, clocks = block.operations[len(block.clocks)], block.rank, block.clocks
         does, source, target = operation.does, operation.source, operation.target
         (send, recv, channel), place = block.ends, operation.place
@@ -260,9 +263,12 @@ class ProgramWalk:
         gets, writes, adds = "g" in does, "w" in does, "a" in does
         if known is None or (gets and not queue):
             return False
+        if gets and is_next and queue[0] is not self.outgoing[recv][0]:
+            return False
         before = [known, *clocks[-1:]]
         if gets:
             message, target = queue.popleft(), target or source
+            self.outgoing[recv].remove(message)
             before.append(message.clock)
             if len(message.chunks) != len(target):
                 raise ScheduleError(
@@ -291,6 +297,7 @@ class ProgramWalk:
                 raise ScheduleError(f"rank {rank}, {place} sends, but its block sends to none")
             message = SentChunks(target, clock, place, gets and not writes)
             self.queues[rank, send, channel].append(message)
+            self.outgoing[rank].append(message)
             for chunk in target:
                 self.sent[rank, chunk].append(message)
         return True
