@@ -11,7 +11,7 @@ nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -21,6 +21,7 @@ from nnmpi.base.custom import load_custom
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
+from nnmpi.comm.machine import Machine, blocks
 from nnmpi.lab.goal import GoalText, save
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
@@ -114,11 +115,11 @@ def main(words: Sequence[str]) -> str:
     schedule = _with_memory(options, make(name, stages, microbatches, virtual))
     check(schedule)
     costs = _costs(options, schedule)
-    result = simulate_schedule(schedule, costs)
+    result = _simulate(options, schedule)
     lines = [
         describe(schedule),
         "",
-        render(schedule, costs),
+        render(schedule, costs, result),
         "",
         *_figures(schedule, result, options),
     ]
@@ -140,7 +141,7 @@ def main(words: Sequence[str]) -> str:
             schedule.name,
             stages,
             microbatches,
-            partial(_costs, options),
+            partial(_simulate, options),
             change=partial(_with_memory, options),
         )
         write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)
@@ -166,8 +167,22 @@ def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:
     return even_costs(schedule.stages, forward_s, (inputs_s, weights_s), _message(options))
 
 
+def _simulate(options: ScheduleConfig, schedule: Schedule) -> Simulation:
+    """Return a schedule's times; the messages of all ranks share the links of --network."""
+    costs, machine = _costs(options, schedule), _machine(options)
+    if machine is not None:  # a page has other numbers of ranks, too
+        ranks, nodes = schedule.ranks, machine.nodes
+        machine = replace(machine, nodes=blocks(ranks, nodes.count(nodes[0]) if nodes else ranks))
+    return simulate_schedule(schedule, costs, machine, lambda _: (options.bytes,))
+
+
+def _machine(options: ScheduleConfig) -> Machine | None:
+    ranks = options.stages  # on one node unless it says otherwise, as for `nnmpi comm`
+    return parse_network(options.network, ranks, ranks) if options.network else None
+
+
 def _message(options: ScheduleConfig) -> float:
-    machine = parse_network(options.network, options.stages) if options.network else None
+    machine = _machine(options)
     return (
         1e-3 * options.times["SEND"]
         if machine is None

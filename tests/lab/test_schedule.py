@@ -3,10 +3,11 @@
 import pytest
 
 from nnmpi.base.errors import UsageError
+from nnmpi.lab.comm import main as simulate
 from nnmpi.lab.render.schedules import animation
 from nnmpi.lab.schedule import main
 from nnmpi.schedule.lower import lower, shard_weights, split_stages
-from nnmpi.schedule.schedules import SCHEDULES, make
+from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
 
 COMMAND = "--pipeline 1f1b --stages 4 --microbatches 8"
@@ -55,6 +56,17 @@ def test_what_zero_and_offloading_add_is_printed_and_drawn():
 def test_every_schedule_can_be_looked_at(name):
     assert f"{name}: 1 rank" in main(f"--pipeline {name} --stages 1 --microbatches 1".split())
     assert "bubble" in main(f"--pipeline {name} --stages 3 --microbatches 11".split())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_grid_and_goal_take_the_makespan(name, tmp_path):
+    links, file = ["--network", "alpha_us=10,gbit=1"], str(tmp_path / "own.goal")
+    words = f"--pipeline {name} --stages 3 --microbatches 6 --bytes 128KiB --goal {file}"
+    told = main([*words.split(), *links])
+    ms = float(told.partition("makespan ")[2].split()[0])
+    columns = 1 + int(told.splitlines()[2].split()[-1])
+    assert columns / usual_stages(name) == pytest.approx(ms, abs=4)
+    assert f": {ms:.4g} ms," in simulate(["simulate", file, *links])
 
 
 @pytest.mark.parametrize(

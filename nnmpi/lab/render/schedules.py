@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from nnmpi.base.errors import ScheduleError, UsageError, counted
+from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.picture import Bar, Picture
 from nnmpi.base.units import format_seconds
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, Instruction, Kind, Schedule
 from nnmpi.schedule.schedules import Generator, make
-from nnmpi.schedule.simulate import Costs, ScheduleRun, Simulation, even_costs, simulate_schedule
+from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
 MOST_COLUMNS = 512  # of a picture whose forwards are much shorter than the rest
@@ -49,7 +49,9 @@ class _Cell(NamedTuple):
     mark: str
 
 
-def render(schedule: Schedule, costs: Costs | None = None) -> str:
+def render(
+    schedule: Schedule, costs: Costs | None = None, simulation: Simulation | None = None
+) -> str:
     """Return the grid of a schedule, and a legend; one that only computes is lowered first.
 
         time    0  1  2  3  4  5  6  7  8
@@ -62,20 +64,17 @@ def render(schedule: Schedule, costs: Costs | None = None) -> str:
         schedule: any.
         costs: of its instructions; by default a forward takes 1, a backward 2, a message nothing.
             Cells begin and end at the nearest columns, and have at least one.
+        simulation: with these costs, on a machine.
 
     Raises:
         ScheduleError: on a deadlock; `check` names its place.
     """
     schedule = _lowered(schedule)
     costs = costs or even_costs(schedule.stages)
-    run = ScheduleRun(schedule, costs)
-    if run.stuck:
-        raise ScheduleError(
-            f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn"
-        )
-    end_s = max(progress.clock_s for progress in run.ranks)
+    result = simulation or simulate_schedule(schedule, costs)
+    end_s = result.makespan_s
     unit_s = max(costs[Kind.F][0], end_s / MOST_COLUMNS) or 1.0
-    times = {span.instruction: span for span in run.spans}
+    times = {span.instruction: span for span in result.spans}
     rows: list[list[_Cell]] = []
     for rank in range(schedule.ranks):
         rows.append([])
@@ -272,7 +271,7 @@ def compare(
     first: str,
     ranks: int,
     microbatches: int,
-    costs: Callable[[Schedule], Costs],
+    simulate: Callable[[Schedule], Simulation],
     sizes: tuple[Sequence[int], Sequence[int]] = (STAGES, MICROBATCHES),
     change: Callable[[Schedule], Schedule] = lower,
 ) -> dict[str, Any]:
@@ -282,7 +281,7 @@ def compare(
         schedules: by name, each with its stages per rank.
         first: the schedule that the page shows first; the second schedule is shown beside it.
         ranks, microbatches: the page's first choice.
-        costs: schedule -> its costs.
+        simulate: schedule -> its times.
         sizes: other ranks and microbatches that the page has.
         change: makes a schedule executable.
 
@@ -302,9 +301,7 @@ def compare(
             for count in all_microbatches:
                 schedule = change(make(generator, size, count, virtual))
                 check(schedule)
-                animations[name][f"{size},{count}"] = animation(
-                    schedule, simulate_schedule(schedule, costs(schedule))
-                )
+                animations[name][f"{size},{count}"] = animation(schedule, simulate(schedule))
     return {
         "ranks": ranks,
         "microbatches": microbatches,
