@@ -213,14 +213,18 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
         root: see `entered`.
 
     Raises:
-        OSError: when the disk is full or not writable. The old content then stays, and no temporary
-            file is left. Also for a device such as /dev/null, which root would replace.
+        OSError: when the disk is full or not writable; the old content stays. Also for a device
+            such as /dev/null, which root would replace.
     """
     if not file.is_dir():  # the system says so
         check_ordinary(file)
-    # always the same name, so that the next write overwrites the leftover of a killed process
+    # the same name, so that the next write overwrites what a killed process has left
     temporary = file.parent / f".{file.name}.tmp"  # a folder such as . has no name
     with entered(file.parent, root) as parent:
+        with suppress(ImportError, OSError):  # a browser and some file systems have no locks
+            from fcntl import LOCK_EX, flock
+
+            flock(parent, LOCK_EX)  # two commands may write it
         try:
             with suppress(FileNotFoundError):
                 os.unlink(temporary.name, dir_fd=parent)  # it may be a link to another file

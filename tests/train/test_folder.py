@@ -2,7 +2,9 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -93,6 +95,18 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path)
     with pytest.raises(OSError, match="not an ordinary file"):
         write_atomically(tmp_path / "pipe", b"step-3")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_commands_write_a_file_one_after_the_other(tmp_path, monkeypatch):
+    def slow(*args):
+        real(*args)
+        sleep(0.1)
+
+    real = files.write_synced
+    monkeypatch.setattr(files, "write_synced", slow)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write_atomically, [tmp_path / "report.html"] * 3, [b"a", b"b", b"c"]))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
