@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.kernels import jit, setting
+from nnmpi.base.files import locked
 from tests.harness.slow import KERNELS
 
 
@@ -145,6 +146,19 @@ print(sum(kernels.loop("softmax_loss").stats.cache_misses.values()))
         "0",
         "1",
     ]
+
+
+def test_a_process_that_keeps_the_lock_is_waited_for_once(compiled, tmp_path, monkeypatch):
+    """One that was stopped while it compiled would hold up each kernel of all others."""
+    from nnmpi.backend.jit import build
+
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    monkeypatch.setattr(build, "patience_s", [0.3])
+    with locked(build.kernels_folder()):
+        for _ in range(2):
+            built = build.build(lambda x: None, build.read(1))
+            assert built(np.ones(3, np.float32)) is None
+            assert build.patience_s == [0]
 
 
 # ---------------------------------------------------------------- dense layers

@@ -29,8 +29,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 FAST = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil": True}
 
-# A compilation takes seconds. A process that waits longer for another's compiles for itself.
-WAIT_S = 120.0
+# A compilation takes seconds. A process that waits longer for another's, such as one that was
+# stopped, compiles for itself from then on: to wait for each of 30 kernels took an hour.
+patience_s = [60.0]
 
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
@@ -52,8 +53,10 @@ def build(function: F, *arguments: Any) -> F:
     with ExitStack() as held:
         # Other processes wait, and then load this one's machine code. Where no folder can be
         # written, or another takes too long, each compiles for itself.
-        with suppress(UsageError):
-            held.enter_context(locked(kernels_folder(), WAIT_S))
+        try:
+            held.enter_context(locked(kernels_folder(), *patience_s))
+        except UsageError:
+            patience_s[0] = 0.0
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
     return compiled
