@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil
 
 # A compilation takes seconds. A process that waits longer for another's, such as one that was
 # stopped, compiles for itself from then on: to wait for each of 30 kernels took an hour.
-patience_s = [60.0]
+patience_s = ContextVar("patience_s", default=60.0)
 
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
@@ -54,9 +55,9 @@ def build(function: F, *arguments: Any) -> F:
         # Other processes wait, and then load this one's machine code. Where no folder can be
         # written, or another takes too long, each compiles for itself.
         try:
-            held.enter_context(locked(kernels_folder(), *patience_s))
+            held.enter_context(locked(kernels_folder(), patience_s.get()))
         except UsageError:
-            patience_s[0] = 0.0
+            patience_s.set(0.0)
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
     return compiled
