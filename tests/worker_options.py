@@ -4,9 +4,35 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nnmpi import GradientExchange, Group, Layout, Numerics, Worker, arrange
+from nnmpi import (
+    DataParallel,
+    GradientExchange,
+    Group,
+    Layout,
+    Numerics,
+    ShardedDataParallel,
+    Worker,
+    arrange,
+)
 from nnmpi.nn import Module
 from nnmpi.optim import SGD, Optimizer
+
+
+def sgd(model: Module, lr: float = 0.1, **options) -> SGD:
+    """Return an optimizer of a model."""
+    return SGD(model.storage, lr=lr, **options)
+
+
+def work(model: Module, group: Group, lr: float = 0.1, **options) -> Worker:
+    """Return a worker of a model, with an optimizer of its own."""
+    return Worker(model, sgd(model, lr), group, **options)
+
+
+def replicas(model: Module, group: Group, stage: int = 0, **options) -> DataParallel:
+    """Return what averages a model's gradients, and shards the model from stage 1 on."""
+    if stage:
+        return ShardedDataParallel(model, group, stage, **options)
+    return DataParallel(model, group)
 
 
 def arranged(

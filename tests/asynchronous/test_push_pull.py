@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Group, models, ops, optim, simulate
+from nnmpi import Group, models, ops, simulate
 from nnmpi.asynchronous.consistency import Task
 from nnmpi.asynchronous.server import MessageBuffer, ParameterServer, Push, PushPull, Reply
 from nnmpi.backend.array import Array
@@ -23,6 +23,7 @@ from nnmpi.comm import buffers
 from nnmpi.nn import Module
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
+from tests.worker_options import sgd
 
 SEGMENTS = ((0, 3), (3, 4), (4, 4), (4, 6))
 Segments = Sequence[tuple[int, int]]
@@ -60,7 +61,7 @@ def push_of(model: Module, task: Task, parts: int, backend: Backend, **more) -> 
 def serial_weights(batches: int, hidden: int = 7) -> Array:
     """Return the weights after so many updates, each with a whole batch's gradient."""
     model = new_model(hidden=hidden)
-    optimizer = optim.SGD(model.storage, lr=0.1, momentum=0.9)
+    optimizer = sgd(model, momentum=0.9)
     for batch in range(batches):
         optimizer.lr = push_of(model, Task(batch, 0), 1, numpy_backend()).lr
         optimizer.step()
@@ -92,7 +93,7 @@ class Run:
     ):
         backend, early = numpy_backend() if backend is None else backend, early or {}
         model, self.arrivals = new_model(backend, hidden), list[list[tuple[int, Task]]]()
-        optimizer = optim.SGD(model.storage, lr=0.1, momentum=0.9)
+        optimizer = sgd(model, momentum=0.9)
         server = ParameterServer(model.storage, optimizer, group.size) if group.is_root else None
 
         def note(worker: int, push: Push):
@@ -234,7 +235,7 @@ def test_messages_at_the_wrong_time_are_seen():
         talk = PushPull(
             group,
             model.storage,
-            ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), 1),
+            ParameterServer(model.storage, sgd(model), 1),
         )
         talk.open(1, 9, 0)
         task = talk.pull()
@@ -252,11 +253,7 @@ def test_messages_at_the_wrong_time_are_seen():
 def test_calls_out_of_order_are_refused(group):
     """Instead of waiting for ever."""
     model = new_model()
-    server = (
-        ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), group.size)
-        if group.is_root
-        else None
-    )
+    server = ParameterServer(model.storage, sgd(model), group.size) if group.is_root else None
     talk, push = (
         PushPull(group, model.storage, server),
         push_of(model, Task(0, 0), 1, numpy_backend()),

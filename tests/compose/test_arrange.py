@@ -5,17 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi import GradientExchange, Group, Layout, Tensor, Worker, arrange, models, nn
+from nnmpi import GradientExchange, Group, Layout, Tensor, arrange, models, nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.memory.layers import LayerCost, measure, of_chain
 from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
-from nnmpi.optim import SGD
 from nnmpi.parallel.zero.storage import predict_bytes
 from tests.equivalence.own import skipping
-from tests.worker_options import arranged
+from tests.worker_options import arranged, work
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -133,7 +132,7 @@ def test_values_that_parts_of_ranks_would_lose(group, layout):
     refuse(group, layout, "the model has its values already", UsageError, model=loaded)
     where = place(group, layout, build())
     model = where.model.initialize(seed=0)
-    worker = Worker(model, SGD(model.storage, 0.1), group, arrangement=where)
+    worker = work(model, group, arrangement=where)
     full = loaded.initialize().state()  # of the parts: the model is theirs
     worker.state()[0].scatter(full.__getitem__)
     np.testing.assert_equal(worker.state()[0].to_dict(everywhere=True), full)
@@ -259,7 +258,7 @@ def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(group, monkeypatch):
 def test_a_first_stage_without_parameters_keeps_the_dtype(group):
     where = arrange(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), group, Layout(pp=2, split=(1, 1)))
     model = where.model.initialize(dtype="float64")
-    worker = Worker(model, SGD(model.storage, lr=0.1), group, arrangement=where)
+    worker = work(model, group, arrangement=where)
     assert worker.step(np.ones((3, 2)), np.zeros(3, int)).samples == 3
 
 

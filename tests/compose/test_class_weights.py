@@ -19,11 +19,10 @@ from nnmpi import (
     models,
     nn,
     ops,
-    optim,
 )
 from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import split
-from tests.worker_options import arranged
+from tests.worker_options import arranged, sgd
 
 WEIGHT = np.array([0.2, 3.0, 0.0, 1.5])
 DRAW = np.random.default_rng(0)
@@ -65,7 +64,7 @@ def train(group: Group, name: str, layout: Layout) -> list[float]:
 
 def by_hand(name: str) -> list[float]:
     model = models.mlp((6,), 4, hidden=[8, 8]).initialize(seed=0, dtype="float64")
-    optimizer, loss, found = optim.SGD(model.storage, lr=0.3), plain(LOSSES[name]), []
+    optimizer, loss, found = sgd(model, 0.3), plain(LOSSES[name]), []
     for start in (0, 5, 10):
         model.zero_grad()
         result = loss(model(X[start : start + 5]), IGNORING[start : start + 5])
@@ -94,7 +93,7 @@ def test_the_mean_is_over_the_weights_of_all_labels(name, ranks, layout):
 def test_what_cannot_be_one_mean_is_refused():
     def program(group: Group, loss, kind=Worker):
         model = models.mlp((6,), 4).initialize(seed=0)
-        kind(model, optim.SGD(model.storage, lr=0.3), group, loss=loss)
+        kind(model, sgd(model, 0.3), group, loss=loss)
 
     def simulated(loss, kind=Worker):
         nnmpi.simulate(lambda group: program(group, loss, kind), 2)
@@ -132,7 +131,7 @@ def test_of_sequences_every_label_that_counts_has_its_weight(ranks, layout, micr
         return [*found, worker.evaluate(loader.epoch(0)).loss]
 
     model, right = models.gpt(4, 6, 8, 1, 2).initialize(0, "float64"), []
-    optimizer = optim.SGD(model.storage, lr=0.5)
+    optimizer = sgd(model, 0.5)
     for rows in (slice(0, 4), slice(4, 8)):
         model.zero_grad()
         mean = plain(loss)(model(samples.x[rows]), NEXT[rows])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, nn, ops, optim
+from nnmpi import Group, Layout, nn, ops
 from nnmpi.base.shard import split
 from nnmpi.tensor import stack
-from tests.worker_options import arranged
+from tests.worker_options import arranged, sgd
 
 STEPS, ROWS = 5, 7
 TIMES = np.random.default_rng(0).standard_normal((STEPS, ROWS, 6, 4))
@@ -66,7 +66,7 @@ def model_of(name: str) -> nn.Module:
 
 def by_hand(name: str) -> list[float]:
     model, found = model_of(name).initialize(seed=0, dtype="float64"), []
-    optimizer = optim.SGD(model.storage, lr=0.1)
+    optimizer = sgd(model)
     for x, y in zip(TIMES, LABELS, strict=True):
         model.zero_grad()
         loss = ops.cross_entropy(model(x), y)
@@ -98,7 +98,7 @@ def test_a_layer_learns_the_same(name, layout):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_compiled_step_is_the_eager_one(name):
     model, found = model_of(name).initialize(seed=0, dtype="float64"), []
-    optimizer = optim.SGD(model.storage, lr=0.1)
+    optimizer = sgd(model)
 
     @nnmpi.compile
     def step(x, y) -> nnmpi.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Numerics, Tensor, Worker, arrange, models, nn, optim
+from nnmpi import Group, Layout, Numerics, Tensor, Worker, arrange, models, nn
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.data import Batch
@@ -15,7 +15,7 @@ from nnmpi.nn import Module
 from nnmpi.tensor import Function
 from tests.equivalence.reference import Setup, batches, build
 from tests.harness.refusals import told
-from tests.worker_options import grouped
+from tests.worker_options import grouped, sgd
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -162,7 +162,7 @@ def test_what_does_not_go_together(group, options, words):
     with pytest.raises(UsageError, match=words):
         Worker(
             where.model,
-            optim.SGD(where.model.storage, lr=0.1),
+            sgd(where.model),
             group,
             arrangement=where,
             **grouped(**options),
@@ -178,7 +178,7 @@ def test_ranks_of_different_precisions_are_refused(group):
         UsageError,
         lambda: Worker(
             model,
-            optim.SGD(model.storage, lr=0.1),
+            sgd(model),
             group,
             numerics=Numerics(precision="fp16" if last else "float32"),
         ).release(),

@@ -16,7 +16,6 @@ from nnmpi import (
     arrange,
     models,
     nn,
-    optim,
 )
 from nnmpi.base.errors import UsageError
 from tests.asynchronous.runs import (
@@ -34,6 +33,7 @@ from tests.compose.small_runs import BATCHES, build, weights
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import batches, release, tolerance
 from tests.equivalence.reference import build as build_worker
+from tests.worker_options import work
 
 pytestmark = pytest.mark.simulated
 
@@ -98,7 +98,7 @@ def small() -> nn.Module:
 
 
 def worker_of(group: Group, model: nn.Module, **options) -> Worker:
-    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **options)
+    return work(model, group, **options)
 
 
 @pytest.mark.needs_ranks(2)

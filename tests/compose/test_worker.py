@@ -14,7 +14,7 @@ from nnmpi.data import Loader
 from tests.compose.small_runs import dataset
 from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told
-from tests.worker_options import arranged
+from tests.worker_options import arranged, sgd, work
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -57,7 +57,7 @@ def test_steps_are_those_of_a_loop_of_ones_own(group, microbatches):
     ours, theirs = (
         models.mlp((4,), 3, hidden=(5,)).initialize(seed=1, dtype="float64") for _ in range(2)
     )
-    worker = Worker(ours, optim.SGD(ours.storage, lr=0.2), group)
+    worker = work(ours, group, lr=0.2)
     loader = Loader(
         train,
         50,
@@ -67,7 +67,7 @@ def test_steps_are_those_of_a_loop_of_ones_own(group, microbatches):
         dtype="float64",
     )
     losses = [worker.step(batch).loss for batch in loader.epoch(0)]
-    optimizer = optim.SGD(theirs.storage, lr=0.2)
+    optimizer = sgd(theirs, 0.2)
     for number, batch in enumerate(Loader(train, 50, shuffle=False, dtype="float64").epoch(0)):
         theirs.zero_grad()
         loss = nnmpi.ops.cross_entropy(theirs(batch.x), batch.y)
@@ -98,7 +98,7 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group, way):
             return self.act(self.first(x))
 
     model = Net().initialize(seed=0)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
+    worker = work(model, group)
     train, _ = data.load("digits")
     batches = iter(Loader(train, 32, group).epoch(0))
     with warnings.catch_warnings(record=True) as result:
@@ -148,7 +148,7 @@ def test_a_part_of_a_model_needs_its_arrangement(group, axis):
     if group.size == 1:
         return
     with pytest.raises(UsageError, match="give the Worker the arrangement that made it"):
-        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group)
+        work(where.model, group)
 
 
 @pytest.mark.simulated(check=False)  # the other stage waits for nobody
@@ -184,7 +184,7 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(group,
         patch.setattr(Group, "broadcast", slow)
         worker = Worker(
             model,
-            optim.SGD(model.storage, lr=0.1),
+            sgd(model),
             group,
             exchange=GradientExchange(fused_update=True if group.size > 1 else None),
         )
@@ -339,7 +339,7 @@ def test_gradients_after_a_step_are_the_global_ones_or_none(fused):
 
     def program(group: Group, options: GradientExchange) -> list[Any]:
         model = models.mlp((5,), 3, hidden=[4]).initialize(dtype="float64")
-        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=options)
+        worker = work(model, group, exchange=options)
         mine = np.array_split(np.arange(8), group.size)[group.rank]
         worker.step(x[mine], y[mine])
         grads = [None if p.grad is None else p.grad.copy() for p in model.parameters()]
@@ -417,7 +417,7 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout, again):
             each = ops.cross_entropy(logits, labels, reduction="none")
             return each if again else each + sum((p * p).sum() for p in model.parameters())
 
-        optimizer = optim.SGD(model.storage, lr=0.1)
+        optimizer = sgd(model)
         worker = Worker(model, optimizer, group, loss=loss, arrangement=where)
         ranks = where.mesh.replicas
         rows = slice(ranks.rank, None, ranks.size)
@@ -437,4 +437,4 @@ def test_a_lone_workers_notice_names_idle_cores(group, monkeypatch):
     monkeypatch.setattr("nnmpi.base.launcher.idle_cores", lambda: 4)
     model = models.mlp((4,), 3).initialize(seed=0)
     expected = "3 of 4 cores idle; to use more: mpirun -n 4 python ..." * (group.size == 1)
-    assert Worker(model, optim.SGD(model.storage, lr=0.1), group).notice == expected
+    assert work(model, group).notice == expected

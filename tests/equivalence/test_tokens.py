@@ -10,13 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Sync, Tensor, Worker, nn, ops, optim, simulate
+from nnmpi import AsynchronousWorker, Group, Sync, Tensor, Worker, nn, ops, simulate
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.stats import Totals
 from nnmpi.data import IGNORED, Loader
 from tests.equivalence import own
 from tests.equivalence.rows import TIME, TOKENS, tokens
+from tests.worker_options import sgd, work
 
 BATCH = 7
 
@@ -28,7 +29,7 @@ def model() -> nn.Module:
 def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], Totals]:
     """Return the weights after two epochs, and the first one's totals."""
     net = model()
-    optimizer = optim.SGD(net.storage, lr=0.3)
+    optimizer = sgd(net, 0.3)
     worker = (
         Worker(net, optimizer, group)
         if sync is None
@@ -47,7 +48,7 @@ def test_a_mean_is_over_the_labels_that_count(group):
     """Against a loss that is written out, row by row."""
     net, updated = model(), model()
     batch = next(iter(Loader(tokens(), BATCH, microbatches=3).epoch(0)))
-    report = Worker(updated, optim.SGD(updated.storage, lr=0.3), group).step(batch)
+    report = work(updated, group, 0.3).step(batch)
     saved = batch.y >= 0
     logits = net(Tensor(batch.x)).numpy()
     losses = (
@@ -94,4 +95,4 @@ def test_a_loss_that_ignores_what_is_counted_is_refused(group):
     net = model()
     loss = partial(ops.cross_entropy, reduction="sum", ignore_index=0)
     with pytest.raises(UsageError, match="the loss ignores label 0, .* ignore_index=-1"):
-        Worker(net, optim.SGD(net.storage, lr=0.1), group, loss=loss)
+        work(net, group, loss=loss)

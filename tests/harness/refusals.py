@@ -3,8 +3,12 @@ all compare.
 """
 
 from collections.abc import Callable
+from functools import partial
+
+import pytest
 
 from nnmpi import Group
+from nnmpi.base.errors import DataError, UsageError
 
 Kind = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -30,3 +34,12 @@ def told_on_all(group: Group, call: Callable[[], object], kind: Kind) -> str:
     assert text, "nothing was raised"
     assert group.gather(text) == [text] * group.size
     return text
+
+
+def refuses(kind: Kind, match: str, call: Callable[..., object], /, *given, **options):
+    """Fail unless a call raises an error of a kind, with this sentence."""
+    with pytest.raises(kind, match=match):
+        call(*given, **options)
+
+
+usage_error, data_error = partial(refuses, UsageError), partial(refuses, DataError)

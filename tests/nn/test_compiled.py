@@ -32,6 +32,8 @@ from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 
 TABLE = [*TENSOR, *OPS]
+ON_HOST = pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+NOT_CAPTURED = pytest.mark.host_only("a device captures the second call")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
@@ -79,14 +81,14 @@ def network():
     )
 
 
-def step_of(model, update):
+def step_of(model, loss_of=ops.cross_entropy, update=lambda: None):
     """Return a training step."""
 
     def step(x, y):
         model.zero_grad()
-        loss = ops.cross_entropy(model(x), y)
+        loss = loss_of(model(x), y)
         loss.backward()
-        update.step()
+        update()
         return loss
 
     return step
@@ -105,7 +107,7 @@ def train(
     model = network() if model is None else model
     model.initialize(seed=1, dtype=dtype, backend=backend)
     update = optimizer(model.storage, 0.01)
-    step = step_of(model, update)
+    step = step_of(model, update=update.step)
     run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
     rng, losses = np.random.default_rng(0), []
     for number, rows in enumerate(sizes):
@@ -131,14 +133,7 @@ def test_training_is_the_same(optimizer, dtype):
 
 def linear_step():
     model = nn.Sequential(nn.Linear(3, 2)).initialize()
-
-    def step(x, y):
-        model.zero_grad()
-        loss = ops.mse(model(x), y)
-        loss.backward()
-        return loss
-
-    return model, nnmpi.compile(step)
+    return model, nnmpi.compile(step_of(model, ops.mse))
 
 
 X, Y = np.arange(6, dtype="float32").reshape(2, 3), np.ones((2, 2), "float32")
@@ -180,15 +175,17 @@ def test_records_again_when_the_model_moves():
     assert model[0].weight.grad is None
 
 
-class Doubled(Function):
-    """An operation of a user's own, which knows nothing of recordings."""
-
-    def forward(self, x):
-        self.saved = (x.copy(),)
-        return x * 2
-
-    def backward(self, grad):
-        return (grad * 2 + 0 * self.saved[0],)
+def test_a_hook_that_is_set_later_is_called():
+    model, step = linear_step()
+    weight, seen = model[0].weight, []
+    step(X, Y)
+    weight.hook = seen.append
+    step(X, Y)
+    step(X, Y)
+    assert seen == [weight, weight]
+    weight.hook = None
+    step(X, Y)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("loose", [True, False])
@@ -212,22 +209,6 @@ def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
         np.testing.assert_array_equal(x.grad, 2 * x.data)
         assert other.grad is None
     assert recorded.call_count == 2  # which are compared; a device captures the second one
-
-
-def test_operations_of_ones_own():
-    """They are replayed as wholes."""
-    leaf = Tensor(np.ones(3), requires_grad=True)
-
-    def step(x):
-        leaf.grad = None
-        y = (Doubled()(leaf) * x).sum()
-        y.backward()
-        return y
-
-    compiled = nnmpi.compile(step)
-    for factor in (1.0, 3.0, 5.0):
-        assert compiled(np.full(3, factor)).item() == 6 * factor
-        np.testing.assert_array_equal(leaf.grad, np.full(3, 2 * factor))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +246,7 @@ def test_an_error_leaves_nothing_behind():
     assert compiled.recordings == 1
 
 
-@pytest.mark.host_only("a device captures the second call")
+@NOT_CAPTURED
 def test_old_recordings_go(monkeypatch):
     """Only so many kinds are held; where steps push one another out, malloc's memory is not looked
     through in each.
@@ -351,27 +332,6 @@ def test_gradients_of_loose_leaves_are_the_callers(size):
         assert set(leaf.grad.tolist()) == {total}
 
 
-def test_a_hook_that_is_set_later_is_called():
-    model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0, dtype="float64")
-    weight = model[0].weight
-
-    def step(x: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = ops.mse(model(x), np.zeros((4, 2)))
-        loss.backward()
-        return loss
-
-    compiled, seen = nnmpi.compile(step), []
-    compiled(np.ones((4, 3)))
-    weight.hook = seen.append
-    compiled(np.ones((4, 3)))
-    compiled(np.ones((4, 3)))
-    assert seen == [weight, weight]
-    weight.hook = None
-    compiled(np.ones((4, 3)))
-    assert len(seen) == 2
-
-
 def eager(step):
     """Return a step that is called like a compiled one."""
     return lambda *inputs: step(*map(Tensor, inputs))
@@ -397,7 +357,7 @@ def test_indices_that_are_numbers_are_refused():
         np.testing.assert_array_equal(step(X, np.array([i])).data, X[[i]])
 
 
-@pytest.mark.host_only("a device captures the second call")
+@NOT_CAPTURED
 def test_shapes_that_depend_on_values_are_found():
     """One row in the place of two would be spread over both."""
     step = nnmpi.compile(lambda x, mask: x[mask])
@@ -447,7 +407,7 @@ def test_gradients_are_clipped_each_time():
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.host_only("a device captures the second call")
+@NOT_CAPTURED
 def test_memory_goes_with_its_recording():
     """At once, not when Python looks for cycles: there are few objects, and they are large."""
     step = nnmpi.compile(lambda x: ops.linear(x, Tensor(np.eye(3, dtype="float32"))).sum())
@@ -483,7 +443,7 @@ class Pair(NamedTuple):
         lambda x, y: (Tensor(x), y),
     ],
 )
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@ON_HOST
 def test_arrays_within_inputs_are_read_anew(wrap):
     """Also from nested ones, of which each structure has one recording."""
 
@@ -506,24 +466,6 @@ def test_arrays_within_inputs_are_read_anew(wrap):
     assert compiled(wrap(array[:1], array[:1])).item() == 27 and compiled.recordings == 2
 
 
-FACTOR = 1.0
-
-
-class Settings:
-    """Numbers of a step's."""
-
-    factor = 1.0
-
-
-class Slots:
-    """A number in a slot."""
-
-    __slots__ = ("factor",)
-
-    def __init__(self):
-        self.factor = 1.0
-
-
 class Scaled(nn.Module):
     """A layer with a number."""
 
@@ -535,12 +477,23 @@ class Scaled(nn.Module):
         return x * self.factor * self.factors["inner"][0]
 
 
+FACTOR, VARIABLE = 1.0, ContextVar("VARIABLE", default=1.0)
+
+
 def closures():
     """Return, by name, pairs of a step and a function that sets what it multiplies by."""
-    global_ = globals()
-    table, listed, spaced, slotted = {"factor": 1.0}, [1.0], SimpleNamespace(factor=1.0), Slots()
-    layer, local = Scaled(), Settings()
-    layers = [nn.Sequential(Scaled())]
+    table, listed, spaced, numbers = (
+        {"factor": 1.0},
+        [1.0],
+        SimpleNamespace(factor=1.0),
+        deque([1.0]),
+    )
+    slots = {"__slots__": ("factor",)}
+    slotted, owner = type("Slots", (), slots)(), type("Settings", (), {})
+    layer, layers, keys, users = Scaled(), [nn.Sequential(Scaled())], {1.0: None}, UserDict()
+    module, scope = ModuleType("users"), ModuleType("scope")
+    scope.inner = module  # type: ignore[attr-defined]
+    proxy, view = MappingProxyType(table), table.values()
 
     def by_default(x, settings=table):
         return x * settings["factor"]
@@ -565,53 +518,65 @@ def closures():
         layers[0][0].factor = value
 
     class Stepper:
-        factor = 1.0
+        number = property(lambda _: spaced.factor)
 
         def step(self, x):
             return x * self.factor
 
-    stepper, module, keys = Stepper(), ModuleType("users"), {1.0: None}
-    module.factor, proxy, view, weak = (
-        1.0,
-        MappingProxyType(table),
-        table.values(),
-        weakref.ref(local),
-    )
+        @staticmethod
+        def read():
+            return spaced.factor
 
     def set_key(value):
         keys.clear()
         keys[value] = None
 
+    def named(x):
+        return x * named.factor  # type: ignore[attr-defined]
+
+    def of(item):
+        return lambda value: setattr(item, "factor", value)
+
+    stepper, local, cached = Stepper(), Stepper(), lru_cache(maxsize=0)(lambda: spaced.factor)
+    weak = weakref.ref(local)
+
+    def update(value):
+        table.update(factor=value)
+
+    def set_global(value):
+        globals().update(FACTOR=value)
+
+    by_module = eval("lambda x: x * scope.inner.factor", {"scope": scope})
+    inner = layer.factors["inner"]
     return {
-        "global": (lambda x: x * FACTOR, lambda value: global_.update(FACTOR=value)),
-        "global of an inner function": (outer, lambda value: global_.update(FACTOR=value)),
+        "global": (lambda x: x * FACTOR, set_global),
+        "global of an inner function": (outer, set_global),
         "local": local_number(),
-        "dict": (lambda x: x * table["factor"], lambda value: table.update(factor=value)),
-        "default": (by_default, lambda value: table.update(factor=value)),
-        "list": (lambda x: x * listed[0], lambda value: listed.__setitem__(0, value)),
-        "namespace": (lambda x: x * spaced.factor, lambda value: setattr(spaced, "factor", value)),
-        "slot": (lambda x: x * slotted.factor, lambda value: setattr(slotted, "factor", value)),
-        "class": (lambda x: x * Settings.factor, lambda value: setattr(Settings, "factor", value)),
-        "object": (lambda x: x * local.factor, lambda value: setattr(local, "factor", value)),
-        "method": (stepper.step, lambda value: setattr(stepper, "factor", value)),
-        "partial": (partial(by_default, settings=table), lambda value: table.update(factor=value)),
-        "module": (lambda x: layer(x), lambda value: setattr(layer, "factor", value)),
-        "module's dict": (
-            lambda x: layer(x),
-            lambda value: layer.factors["inner"].__setitem__(0, value),
-        ),
+        "dict": (lambda x: x * table["factor"], update),
+        "default": (by_default, update),
+        "list": (lambda x: x * listed[0], partial(listed.__setitem__, 0)),
+        "deque": (lambda x: x * numbers[0], partial(numbers.__setitem__, 0)),
+        "UserDict": (lambda x: x * users["n"], partial(users.__setitem__, "n")),
+        "namespace": (lambda x: x * spaced.factor, of(spaced)),
+        "property": (lambda x: x * stepper.number, of(spaced)),
+        "staticmethod": (lambda x: x * Stepper.read(), of(spaced)),
+        "wrapper": (lambda x: x * cached(), of(spaced)),
+        "attribute": (named, of(named)),
+        "context": (lambda x: x * VARIABLE.get(), VARIABLE.set),
+        "slot": (lambda x: x * slotted.factor, of(slotted)),
+        "class": (lambda x: x * owner.factor, of(owner)),
+        "object": (lambda x: x * local.factor, of(local)),
+        "method": (stepper.step, of(stepper)),
+        "partial": (partial(by_default, settings=table), update),
+        "module": (lambda x: layer(x), of(layer)),
+        "module's dict": (lambda x: layer(x), partial(inner.__setitem__, 0)),
         "replaced layer": (lambda x: layers[0](x), replaced),
-        "local name of a module": (
-            lambda x: x * module.factor,
-            lambda value: setattr(module, "factor", value),
-        ),
+        "local name of a module": (lambda x: x * module.factor, of(module)),
+        "global name of a module": (by_module, of(module)),
         "dict's key": (lambda x: x * min(keys), set_key),
-        "dict's view": (lambda x: x * min(view), lambda value: table.update(factor=value)),
-        "proxy": (lambda x: x * proxy["factor"], lambda value: table.update(factor=value)),
-        "weak reference": (
-            lambda x: x * weak().factor,
-            lambda value: setattr(local, "factor", value),
-        ),
+        "dict's view": (lambda x: x * min(view), update),
+        "proxy": (lambda x: x * proxy["factor"], update),
+        "weak reference": (lambda x: x * weak().factor, of(local)),
     }
 
 
@@ -695,19 +660,6 @@ def test_settings_of_the_optimizer_are_refused_inside(name):
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [lambda: RNG.normal(), lambda: np.random.rand(), lambda: random.random()],  # noqa: NPY002, S311
-)
-def test_random_numbers_of_a_step_are_not_repeated(draw):
-    """Also if they decide, and most often in one way."""
-    step = nnmpi.compile(lambda x: x * (3.0 if draw() > 9 else 1.0))
-    for _ in range(40):
-        assert step(np.ones(2)).data.tolist() == [1, 1]
-        assert not step.recordings
-    assert "draws random numbers, which replays would repeat" in step.refusal
-
-
 @pytest.mark.parametrize("items", [iter([1, 2, 3, 4, 5]), (n + 1 for n in range(5)), count(1)])
 def test_items_of_an_iterator_are_taken_one_by_one(items):
     step = nnmpi.compile(lambda x: x * next(items))
@@ -729,13 +681,24 @@ class Bent(Function):
         return (2 * x * grad / y.max(),)
 
 
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
-def test_operations_of_ones_own_are_recorded():
+class Doubled(Function):
+    """Knows nothing of recordings."""
+
+    def forward(self, x):
+        self.saved = (x.copy(),)
+        return x * 2
+
+    def backward(self, grad):
+        return (grad * 2 + 0 * self.saved[0],)
+
+
+@pytest.mark.parametrize("kind", [Doubled, pytest.param(Bent, marks=ON_HOST)])
+def test_operations_of_ones_own_are_recorded(kind):
     leaf = Tensor(np.ones((2, 3)), requires_grad=True)
 
     def step(x):
         leaf.grad = None
-        y = Bent()(leaf * x).sum()
+        y = kind()(leaf * x).sum()
         y.backward()
         return y
 
@@ -745,7 +708,7 @@ def test_operations_of_ones_own_are_recorded():
         right, grad = step(x).item(), leaf.grad
         assert compiled(x).item() == right
         np.testing.assert_array_equal(leaf.grad, grad)
-    assert compiled.recordings == 1
+    assert on_device() or compiled.recordings == 1
 
 
 @pytest.mark.parametrize(
@@ -850,7 +813,7 @@ OWN = {
 }
 
 
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@ON_HOST
 @pytest.mark.parametrize("name", OWN)
 def test_arrays_of_operations_of_ones_own(name):
     """What is not recorded drops the recording; the table changes between steps, too."""
@@ -865,7 +828,7 @@ def test_arrays_of_operations_of_ones_own(name):
             table += number
 
 
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@ON_HOST
 def test_backward_of_compiled_code_is_right():
     leaf = Tensor(np.ones(3), requires_grad=True)
 
@@ -882,7 +845,7 @@ def test_backward_of_compiled_code_is_right():
     assert compiled.refusal == "Made.backward raised TypeError"
 
 
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@ON_HOST
 @pytest.mark.parametrize("values", [(0.0, 1.5, 0.0), (1.5, 0.0, 1.5)])
 def test_a_call_whose_result_is_its_input_does_not_overwrite_it(values):
     """Neither that of a step, nor a parameter."""
@@ -900,71 +863,31 @@ def test_a_call_whose_result_is_its_input_does_not_overwrite_it(values):
     assert weight.data.tolist() == [1, 1, 1]
 
 
-@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@ON_HOST
 def test_a_call_whose_result_is_another_part_of_its_input():
     step = nnmpi.compile(lambda x: Whole(lambda o, x: x[int(x[0]) :][:2])(x * 1))
     for start in (0, 1, 2, 0):
         assert step(np.array([start, 5.0, 6, 7])).numpy().tolist() == [start, 5, 6, 7][start:][:2]
 
 
-VARIABLE = ContextVar("VARIABLE", default=1.0)
-
-
-def boxes():
-    """Return what a step may hold a number in, and how to change it."""
-    scope, inner = ModuleType("scope"), ModuleType("inner")
-    scope.inner, inner.number = inner, 1.0  # type: ignore[attr-defined]
-    numbers, table, names = deque([1.0]), UserDict(n=1.0), SimpleNamespace(n=1.0)
-
-    class Reads:
-        number = property(lambda _: names.n)
-
-        @staticmethod
-        def read():
-            return names.n
-
-    def named(x):
-        return x * named.number  # type: ignore[attr-defined]
-
-    named.number = 1.0  # type: ignore[attr-defined]
-    cached = lru_cache(maxsize=0)(lambda: names.n)
-    return {
-        "deque": (lambda x: x * numbers[0], lambda n: numbers.__setitem__(0, n)),
-        "UserDict": (lambda x: x * table["n"], lambda n: table.update(n=n)),
-        "property": (lambda x: x * Reads().number, lambda n: setattr(names, "n", n)),
-        "staticmethod": (lambda x: x * Reads.read(), lambda n: setattr(names, "n", n)),
-        "wrapper": (lambda x: x * cached(), lambda n: setattr(names, "n", n)),
-        "attribute": (named, lambda n: setattr(named, "number", n)),
-        "context": (lambda x: x * VARIABLE.get(), VARIABLE.set),
-        "module": (
-            eval("lambda x: x * scope.inner.number", {"scope": scope}),
-            lambda n: setattr(inner, "number", n),
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", boxes())
-def test_numbers_in_containers_are_followed(name):
-    step, put = boxes()[name]
-    compiled = nnmpi.compile(step)
-    for number in (2.0, 3.0, 3.0):
-        put(number)
-        np.testing.assert_array_equal(compiled(X).numpy(), X * number)
-
-
 @pytest.mark.parametrize(
     "draw",
     [
+        RNG.normal,
+        np.random.rand,  # noqa: NPY002
+        random.random,
         np.random.RandomState(0).random_sample,
         random.Random(0).random,
         np.random.PCG64(0).random_raw,
     ],
 )
-def test_numbers_of_any_generator_are_not_repeated(draw):
-    step = nnmpi.compile(lambda x: x * float(draw() > -1))
-    for _ in range(3):
-        step(X)
-    assert "draws random numbers" in step.refusal
+def test_random_numbers_of_a_step_are_not_repeated(draw):
+    """Of any generator; also if they decide, and most often in one way."""
+    step = nnmpi.compile(lambda x: x * (3.0 if draw() > -9 else 1.0))
+    for _ in range(40):
+        assert step(np.ones(2)).data.tolist() == [3, 3]
+        assert not step.recordings
+    assert "draws random numbers, which replays would repeat" in step.refusal
 
 
 @pytest.mark.host_only("a device's step is made of graphs")
@@ -1004,7 +927,7 @@ def counting(step, size):
     return counted
 
 
-@pytest.mark.host_only("a device captures the second call")
+@NOT_CAPTURED
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("size", [3, 3000])
 def test_arrays_that_python_reads_are_followed(size, inside):
@@ -1047,14 +970,7 @@ def test_a_device_is_found_by_the_inputs():
 def test_results_that_do_not_live_at_one_time_share_memory():
     """Layers of nearly equal width, which fit badly by their size."""
     model = models.mlp((784,), 10, (128, 127, 126)).initialize(seed=0)
-
-    @nnmpi.compile
-    def step(x, y):
-        model.zero_grad()
-        loss = ops.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    step = nnmpi.compile(step_of(model))
     for _ in range(4):  # the first call also inspects the model
         step(np.ones((128, 784), "float32"), np.arange(128) % 10)
     assert 0 < step.pool.size_bytes < 300_000

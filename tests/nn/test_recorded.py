@@ -17,6 +17,7 @@ from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import MORE_SEEDS
 from tests.nn.idioms import CHANGES, USES, Idiom, Reads, all_idioms, sources
 from tests.nn.tally import Tally
+from tests.worker_options import sgd, work
 
 pytestmark = [
     pytest.mark.host_only("a device's graphs cannot be compared"),
@@ -86,7 +87,7 @@ def train(group, read, put, use, change, replayable: bool):
     """Return the losses of some updates, None for one that ended in the error of an audit."""
     kind = type("Reading", (Reads,), {"replayable": replayable})
     model = nn.Sequential(kind(read, use), nn.Linear(4, 2)).initialize(seed=0, dtype="float64")
-    worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
+    worker = work(model, group)
     rows = np.random.default_rng(0).normal(size=(6, 4))
     x, y = rows[group.rank :: group.size], np.arange(6)[group.rank :: group.size] % 2
     losses = []
@@ -150,7 +151,7 @@ def calls(step, inputs, compiled: bool):
 def trained(update):
     """Return a step with an update by hand, and its model."""
     model = nn.Linear(3, 2).initialize(seed=0, dtype="float64")
-    optimizer = optim.SGD(model.storage, lr=0.5)
+    optimizer = sgd(model, 0.5)
 
     def step(x, y):
         model.zero_grad()
@@ -316,7 +317,7 @@ def test_a_workers_layer_with_its_own_step_is_right():
     def program(group, replayable: bool):
         kind = type("Annealed", (Annealed,), {"replayable": replayable})
         model = nn.Sequential(kind()).initialize(seed=0, dtype="float64")
-        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.5), group)
+        worker = work(model, group, lr=0.5)
         x, y = np.random.default_rng(0).normal(size=(6, 3)), np.array([0, 1, 0, 1, 0, 1])
         losses = [worker.step(x, y).loss for _ in range(6)]
         return losses, worker.explain_replay()
@@ -459,7 +460,7 @@ def test_strangers_are_asked_for_their_type(kind):
     step, x = nnmpi.compile(lambda x: model(x) * thing.scale), np.ones((2, 3))
     for _ in range(3):
         np.testing.assert_array_equal(step(x).data, (model(Tensor(x)) * 2.0).data)
-    worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), nnmpi.start())
+    worker = work(model, nnmpi.start())
     assert all(worker.step(x, np.array([0, 1])).loss > 0 for _ in range(4))
 
 
@@ -481,7 +482,7 @@ def test_a_worker_with_an_iterator_in_its_model_takes_each_item():
         kind = type("Drawing", (Drawing,), {"replayable": replayable})
         for items in (iter(range(1, 9)), (n for n in range(1, 9)), map(abs, range(1, 9))):
             model = nn.Sequential(kind(items)).initialize(seed=0, dtype="float64")
-            worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), nnmpi.start())
+            worker = work(model, nnmpi.start())
             x, y = np.ones((2, 3)), np.array([0, 1])
             losses.append([worker.step(x, y).loss for _ in range(8)])
             assert worker.explain_replay()

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor, Worker, models, nn, simulate
+from nnmpi import Group, Layout, Tensor, models, nn, simulate
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
 from nnmpi.nn import Module
 from nnmpi.ops import cross_entropy
-from nnmpi.optim import SGD
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
-from tests.worker_options import arranged
+from tests.worker_options import arranged, work
 
 LABELS = np.array([0, 2, 1])
 
@@ -61,7 +60,7 @@ def test_the_search_moves_no_running_statistics(group):
     model = nn.Sequential(nn.BatchNorm(2), nn.Linear(2, 2)).initialize(0)
     model.get("1").weight.data[...] = np.finfo(np.float32).max
     x = np.array([[1, 2], [3, 4], [5, 9]], np.float32)
-    worker = Worker(model, SGD(model.storage, lr=0.1), group)
+    worker = work(model, group)
     with np.errstate(all="ignore"), pytest.raises(DivergenceError):
         worker.step(x, LABELS % 2)
     np.testing.assert_allclose(model.get("0").running_mean.data, 0.1 * x.mean(0), rtol=1e-6)

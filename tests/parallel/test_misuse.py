@@ -36,9 +36,15 @@ from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.tensor import Function, Tensor
 from tests.equivalence.reference import Setup, run
+from tests.worker_options import replicas, sgd, work
 
 ROWS = 13
+ON_2, FROM_2 = (pytest.mark.simulated(min_size=2, max_size=n) for n in (2, 33))
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+
+
+def small() -> nn.Module:
+    return models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
 
 
 class Setting:
@@ -50,10 +56,10 @@ class Setting:
         mine = part(ROWS, group.size, group.rank)
         self.group, self.mine = group, mine
         self.x, self.y = x[mine.start : mine.stop], y[mine.start : mine.stop]
-        serial = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        serial = small()
         ops.cross_entropy(serial(x), y).backward()
         self.gradient = serial.storage.grads[0]
-        self.model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        self.model = small()
 
     def batch(self) -> Batch:
         """Return this rank's rows as a worker takes them."""
@@ -62,7 +68,7 @@ class Setting:
 
     def worker(self, **options) -> Worker:
         """Return a worker of the model."""
-        return Worker(self.model, sgd(self.model), self.group, **options)
+        return work(self.model, self.group, **options)
 
     def backward(self, parallel: DataParallel, **options):
         """Do a backward pass of this rank's losses."""
@@ -106,7 +112,7 @@ def test_forgotten_zero_grad(group):
     setting.assert_gradient(2)
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("overlap", [True, False])
 def test_backward_of_the_loss_itself(group, overlap):
     """Some buckets would be summed, some not, or none; and the next right call works."""
@@ -150,7 +156,7 @@ class Broken(Function):
         raise ZeroDivisionError("planted")
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("overlap", [True, False])
 def test_pass_after_one_that_broke_off(group, overlap):
     """Where sums are on their way, nobody waits for them; where they come at the end, nothing has
@@ -208,7 +214,7 @@ def attach(model: nn.Module, group: Group, strategy: str) -> object:
     if strategy in ("asp", "local"):
         return AsynchronousWorker(model, sgd(model), group, Sync(strategy))
     fused = GradientExchange(fused_update=True if strategy == "fused" else None)
-    return Worker(model, sgd(model), group, exchange=fused)
+    return work(model, group, exchange=fused)
 
 
 # Inputs, and outputs on rank 0 and 1. Parameters begin at multiples of 64 bytes, so that the flat
@@ -220,7 +226,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
     "strategy", ["auto", "shared", "asp", "local", "Worker", pytest.param("fused", marks=HOST)]
@@ -256,7 +262,7 @@ def test_module_that_was_put_in_after_the_initialization(group):
     setting.assert_refused(lambda: DataParallel(setting.model, group), "'3.weight' is not in")
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("strategy", ["auto", "Worker", pytest.param("fused", marks=HOST)])
 def test_a_parameter_frozen_on_one_rank(group, strategy):
     """That rank would keep its weights, and the others theirs."""
@@ -278,10 +284,6 @@ def _twice(x, y) -> Tensor:
     return ops.mse(x, y, reduction="none") * 2
 
 
-def sgd(model, **options):
-    return optim.SGD(model.storage, **{"lr": 0.1, **options})
-
-
 # By words of the refusal: (model, rank) -> what this rank gives a trainer.
 DIFFERENT = {
     "Adam": lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)},
@@ -297,7 +299,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.simulated(max_size=2, min_size=2)
+@ON_2
 @pytest.mark.parametrize("words", DIFFERENT)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_would_train_differently(group, words, asynchronous):
@@ -311,7 +313,7 @@ def test_ranks_that_would_train_differently(group, words, asynchronous):
         make(setting.model, group=group, **options)
 
 
-@pytest.mark.simulated(max_size=2, min_size=2)
+@ON_2
 def test_ranks_whose_steps_differ(group):
     setting = Setting(group)
     worker, batch = setting.worker(), replace(setting.batch(), first=group.rank)
@@ -342,26 +344,26 @@ def test_options_of_another_type(group, option):
         Setting(group).worker(**{option: "bf16"})
 
 
-@pytest.mark.simulated(max_size=2, min_size=2)
+@ON_2
 def test_ranks_whose_layouts_differ(group):
     layout = Layout(pp=2, split=(1 + group.rank, 2 - group.rank))
     with pytest.raises(UsageError, match=r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)"):
         arrange(models.mlp((5,), 3), group, layout)
 
 
-@pytest.mark.simulated(max_size=2, min_size=2)
+@ON_2
 def test_shards_of_other_weights(group):
     """A Worker compares seeds, as in stage 3 no rank has all weights. Others are rank 0's."""
     where = arrange(models.mlp((5,), 3), group, Layout(zero=1))
     model = where.model.initialize(seed=group.rank, storage=where.storage)
     with pytest.raises(UsageError, match="rank 0 has initial seed 0; rank 1 has initial seed 1"):
-        Worker(model, sgd(model), group, arrangement=where)
+        work(model, group, arrangement=where)
     first, _ = group.gather([float(item.data.sum()) for item in model.parameters()])
     ShardedDataParallel(model, group).release()
     assert [float(item.data.sum()) for item in model.parameters()] == first
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_a_copy_of_a_model_at_work(group, duplicate):
     """Its parameters know the ranks, which cannot be copied."""
@@ -385,7 +387,6 @@ def test_what_is_no_batch_and_no_optimizer(group):
     """Samples need labels."""
     setting = Setting(group)
     optimizer = sgd(setting.model)
-    wrong = Worker
     known = {"Module": setting.model, "Optimizer": optimizer, "Group": group}
     known |= {"Sync": Sync("asp"), "Layout": Layout()}
     calls = (
@@ -400,7 +401,7 @@ def test_what_is_no_batch_and_no_optimizer(group):
             given = [None if kind == missing else known[kind] for kind in kinds.split()]
             text = f"NoneType is no {missing}; call "
             setting.assert_refused(partial(call, *given), text)
-    worker = wrong(setting.model, optimizer, group)
+    worker = Worker(setting.model, optimizer, group)
     setting.assert_refused(lambda: worker.step(setting.x), "step takes a batch of a data.Loader")
     assert optimizer.lr == 0.1
     worker.release()
@@ -492,9 +493,10 @@ def divide(group: Group, loss, rows: tuple[int, int], samples, stage: int = 0) -
     draw = np.random.default_rng(0)
     x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
     mine = slice(None) if group.size == 1 else slice(*((0, rows[0]), (rows[0], 8))[group.rank])
-    model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
-    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
-    parallel.backward(loss(model(x[mine]), y[mine]), samples(y[mine], y, group.size))
+    model = small()
+    replicas(model, group, stage).backward(
+        loss(model(x[mine]), y[mine]), samples(y[mine], y, group.size)
+    )
     return optim.global_norm(model.storage.grads)
 
 
@@ -523,17 +525,14 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name, stage):
 @pytest.mark.parametrize("weighted", [1, 0])
 def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(rows, weighted):
     """Only one rank's rows count: its own number is the number of the global batch."""
-    draw = np.random.default_rng(0)
-    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+    total, mine = SUMS_OF_LOSSES["classes"], (slice(0, rows[0]), slice(rows[0], 8))[weighted]
 
     def step(group: Group) -> float:
-        model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
-        ranks = [slice(0, rows[0]), slice(rows[0], 8)]
-        mine = ranks[group.rank if group.size > 1 else weighted]
-        counts = 1.0 if group.size == 1 or group.rank == weighted else 0.0
-        loss = ops.cross_entropy(model(x[mine]), y[mine], reduction="sum") * counts
-        DataParallel(model, group).backward(loss, len(y[mine]))
-        return optim.global_norm(model.storage.grads)
+        if group.size == 1:
+            own = partial(divide, loss=lambda out, y: total(out[mine], y[mine]))
+            return own(group, rows=rows, samples=lambda *_: rows[weighted])
+        counts = float(group.rank == weighted)
+        return divide(group, lambda *pair: total(*pair) * counts, rows, lambda y, *_: len(y))
 
     (serial,) = simulate(step, 1)
     assert simulate(step, 2) == pytest.approx([serial] * 2)
@@ -556,7 +555,7 @@ def test_a_hook_set_later_would_see_a_part(kind):
     def program(group: Group) -> str:
         model = models.mlp((5,), 3, hidden=(7,)).initialize()
         attached = {
-            "worker": lambda: Worker(model, sgd(model), group),
+            "worker": lambda: work(model, group),
             "overlapped": lambda: DataParallel(model, group, overlap=True),
             "zero": lambda: ShardedDataParallel(model, group, stage=2),
         }[kind]()
@@ -568,15 +567,6 @@ def test_a_hook_set_later_would_see_a_part(kind):
         return str(caught.value)
 
     simulate(program, 2)
-
-
-def test_a_stage_alone_computes_nothing():
-    def program(group: Group):
-        where = arrange(models.mlp((5,), 3, hidden=(7,)), group, Layout(pp=2, split=(2, 2)))
-        where.model.initialize()(np.ones((2, 5), "float32"))
-
-    with pytest.raises(UsageError, match="only some of the model's layers; compute through"):
-        simulate(program, 2)
 
 
 class Mixed(nn.Module):
@@ -618,10 +608,9 @@ def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
         built = Mixed() if is_mixed else _columns()
         where = arrange(built, group, chosen, sample=x[:1], dtype="float64")
         model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-        replicas = where.mesh.replicas
-        make = ShardedDataParallel if chosen.zero else DataParallel
-        parallel, sgd = make(model, replicas), optim.SGD(model.storage, lr=0.5)
-        rows, norms = part(6, replicas.size, replicas.rank), []
+        ranks = where.mesh.replicas
+        parallel, optimizer = replicas(model, ranks, min(chosen.zero, 1)), sgd(model, 0.5)
+        rows, norms = part(6, ranks.size, ranks.rank), []
         here = slice(rows.start, rows.stop)
         for step in range(3):
             with nn.training(step=step, first_row=rows.start, weight=1 / 30):
@@ -631,7 +620,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
             given = model.storage.grads if step else [*model.parameters()]
             norms.append(optim.clip_by_global_norm(given, 0.05))
             norms.append(optim.global_norm(model.storage.grads))
-            sgd.step()
+            optimizer.step()
         whole = [] if chosen.zero else [p.data for p in model.parameters() if p.ranks is None]
         return norms, b"".join(item.tobytes() for item in whole)
 
@@ -641,64 +630,48 @@ def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
     assert len({weights for _, weights in results}) == 1
 
 
+PARTS = {"tp": Layout(tp=2), "both": Layout(dp=2, tp=2), "pp": Layout(pp=2), "zero": Layout(zero=1)}
+PARTS["experts"] = Layout(expert_parallel=True)
+SHARDED = "this part of a model is sharded over ranks; give the model's"
+STAGE = r"has only its stages' gradients; nnmpi.Worker\(..., clip=1.0\)"
+NO_REPLICAS = "0.weight is sharded over .* where.mesh.replicas"
+PART = "only part of this model's parameters; gather them"
+
+
+def _norm(part: str):
+    return lambda model, _: optim.global_norm(model.get(part).parameters())
+
+
+def _clip(part: str):
+    return lambda model, _: optim.clip_by_global_norm(model.get(part).parameters(), 1.0)
+
+
 @pytest.mark.parametrize(
-    "layout, part, sentence",
+    "layouts, use, kind, sentence",
     [
-        (Layout(tp=2), "0", "this part of a model is sharded over ranks; give the model's"),
-        (Layout(zero=1), "0", "this part of a model is sharded over ranks; give the model's"),
-        (Layout(pp=2), "", r"has only its stages' gradients; nnmpi.Worker\(..., clip=1.0\)"),
+        *((names, call(part), UsageError, text)
+          for call in (_norm, _clip)
+          for names, part, text in (("tp zero", "0", SHARDED), ("pp", "", STAGE))),
+        *(("tp both", make, LayoutError, NO_REPLICAS)
+          for make in (DataParallel, partial(ShardedDataParallel, stage=1))),
+        ("experts", lambda model, ranks: DataParallel(model, ranks.split(ranks.rank // 2, ranks.rank)),
+         LayoutError, "e.w1 is sharded over other ranks, .*where.mesh.replicas"),
+        ("tp pp experts", lambda model, _: model.state(), UsageError, PART),
+        ("tp experts", lambda model, _: copy.deepcopy(model), CommError, "cannot be copied"),
+        ("pp", lambda model, _: model(np.ones((2, 6), "float32")), UsageError,
+         "only some of the model's layers; compute through"),
     ],
-)
-@pytest.mark.parametrize(
-    "call", [optim.global_norm, partial(optim.clip_by_global_norm, max_norm=1.0)]
-)
-def test_a_norm_that_needs_other_ranks_is_refused(layout, part, sentence, call):
-    def program(group: Group):
-        where = arrange(_columns(), group, layout, sample=np.zeros((1, 6), "float32"))
-        call(where.model.initialize(seed=0, storage=where.storage).get(part).parameters())
+)  # fmt: skip
+def test_a_part_of_a_model_is_not_taken_for_the_whole(layouts, use, kind, sentence):
+    """Shards are no replicas, whose values would be overwritten by rank 0's; and ranks with some of
+    the experts would add the gradients of their rows alone to experts that all ranks' rows reach.
+    """
+    for layout in map(PARTS.get, layouts.split()):
 
-    with pytest.raises(UsageError, match=sentence):
-        simulate(program, 2)
+        def program(group: Group, layout=layout):
+            built = Mixed() if layout.expert_parallel else _columns()
+            where = arrange(built, group, layout, np.zeros((1, 6), "float32"))
+            use(where.model.initialize(seed=0, storage=where.storage), group)
 
-
-def test_ranks_with_some_of_the_experts_are_no_replicas():
-    """They would add the gradients of their rows alone to experts that all ranks' rows reach."""
-
-    def program(group: Group):
-        where = arrange(
-            Mixed(), group, Layout(expert_parallel=True), np.zeros((1, 5, 6), "float32")
-        )
-        DataParallel(where.model.initialize(seed=0), group.split(group.rank // 2, group.rank))
-
-    with pytest.raises(
-        LayoutError, match="e.w1 is sharded over other ranks, .*where.mesh.replicas"
-    ):
-        simulate(program, 4)
-
-
-@pytest.mark.parametrize("make", [DataParallel, partial(ShardedDataParallel, stage=1)])
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2)])
-def test_shards_are_no_replicas(layout, make):
-    """Rank 0's would overwrite the others'."""
-
-    def program(group: Group):
-        where = arrange(_columns(), group, layout)
-        make(where.model.initialize(seed=0), group)
-
-    with pytest.raises(LayoutError, match="0.weight is sharded over .* where.mesh.replicas"):
-        simulate(program, layout.shape[0] * 2)
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(expert_parallel=True)])
-def test_a_part_of_a_model_is_not_taken_for_the_whole(layout):
-    def program(group: Group):
-        built = Mixed() if layout.expert_parallel else _columns()
-        where = arrange(built, group, layout, sample=np.zeros((1, 6), "float32"))
-        model = where.model.initialize(seed=0)
-        if layout.pp != 2:
-            with pytest.raises(CommError, match="cannot be copied"):
-                copy.deepcopy(model)
-        model.state()
-
-    with pytest.raises(UsageError, match=r"only part of this model's parameters; gather them"):
-        simulate(program, 2)
+        with pytest.raises(kind, match=sentence):
+            simulate(program, 4 if layout.dp == 2 or layouts == "experts" else 2)

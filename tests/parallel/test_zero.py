@@ -45,7 +45,7 @@ from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, batches, build, differences, run
 from tests.equivalence.rows import GPT, LIMITED, ZERO
 from tests.harness.refusals import told
-from tests.worker_options import arranged
+from tests.worker_options import arranged, replicas, sgd, work
 
 TOKENS, TIME = 13, 6
 
@@ -203,7 +203,7 @@ def test_misuse_is_refused(ranks):
         with pytest.raises(UsageError, match="no stage 4"):
             nnmpi.ShardedDataParallel(mlp().initialize(), group, 4)
         model = mlp().initialize()
-        early = optim.SGD(model.storage, lr=0.1)
+        early = sgd(model)
         parallel = nnmpi.ShardedDataParallel(model, group, 3, unit_bytes=1)
         for call, words in (
             (early.step, "make a new optimizer"),
@@ -250,9 +250,9 @@ def test_what_does_not_go_with_it_is_refused():
         where = arrange(mlp(), group, Layout(zero=3))
         where.model.initialize(seed=0)
         with pytest.raises(UsageError, match=r"storage=arrangement\.storage"):
-            Worker(where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where)
+            work(where.model, group, lr=1.0, arrangement=where)
         where.model.initialize(seed=0, storage=where.storage)
-        optimizer = optim.SGD(where.model.storage, lr=1.0)
+        optimizer = sgd(where.model, 1.0)
         exchange = GradientExchange(fused_update=True)
         worker = Worker(where.model, optimizer, group, exchange=exchange, arrangement=where)
         assert worker.notice.startswith("the update is not fused: it needs replicas")
@@ -309,7 +309,7 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(stage, room, mon
     def train(group: Group, kind: Callable[..., DataParallel]) -> tuple[list[float], DataParallel]:
         model = models.mlp((5,), 3, hidden=(7,) * 20).initialize(seed=0)
         parallel, losses = kind(model, group), []
-        optimizer = optim.SGD(model.storage, lr=0.1)
+        optimizer = sgd(model)
         for _ in range(2):
             model.zero_grad()
             loss = ops.cross_entropy(
@@ -453,6 +453,19 @@ LOSSES = {
 }
 
 
+def cut(model: Module, group: Group, stage: int, algorithm: str) -> DataParallel:
+    options = {"algorithm": algorithm, "unit_bytes": 8} if stage else {}
+    return replicas(model, group, stage, **options)
+
+
+def learn(parallel: DataParallel, loss: Tensor, optimizer: optim.Optimizer, samples: int = 100):
+    """Do an update."""
+    parallel.model.zero_grad()
+    parallel.backward(loss, samples)
+    optimizer.step()
+    return loss.item()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
@@ -461,21 +474,13 @@ def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
         layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
         model = Inputs() if name == "two inputs" else nn.Sequential(*layers)
         model.initialize(seed=0, dtype="float64")
-        options = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
-        parallel = (
-            nnmpi.ShardedDataParallel(model, group, **options)
-            if stage
-            else DataParallel(model, group)
-        )
-        optimizer, losses = optim.SGD(model.storage, lr=0.1), []
+        parallel = cut(model, group, stage, algorithm)
+        optimizer, losses = sgd(model), []
         for _ in range(3):
             if stage == 3 and name == "twice on one rank" and group.is_root:
                 model(x[0])  # a forward gathers weights, and is every rank's
             loss = LOSSES[name](model, x[group.rank], group.rank)
-            model.zero_grad()
-            parallel.backward(loss, 100)
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(learn(parallel, loss, optimizer))
         return losses
 
     expected = simulate(partial(program, stage=0, algorithm=""), 2)
@@ -499,13 +504,7 @@ def test_a_loss_passes_through_another_model_that_is_frozen(stage, algorithm):
         for seed in (0, 1):
             model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
             model.initialize(seed=seed, dtype="float64")
-            options = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
-            parallel = (
-                nnmpi.ShardedDataParallel(model, group, **options)
-                if stage
-                else DataParallel(model, group)
-            )
-            each.append((model, parallel, optim.SGD(model.storage, lr=0.1)))
+            each.append((model, cut(model, group, stage, algorithm), sgd(model)))
         (one, _, _), (other, _, _) = each
         for step in range(4):
             model, parallel, optimizer = each[step % 2]
@@ -513,10 +512,7 @@ def test_a_loss_passes_through_another_model_that_is_frozen(stage, algorithm):
                 parameter.requires_grad = step % 2 == 1
             y = one(x[group.rank])
             loss = _squares(other(y.detach() if step % 2 else y) - 1)
-            model.zero_grad()
-            parallel.backward(loss, 100)
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(learn(parallel, loss, optimizer))
         return losses
 
     expected = simulate(partial(program, stage=0), 2)

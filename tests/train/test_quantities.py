@@ -21,6 +21,7 @@ from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here
 from tests.harness.commands import on_ranks
+from tests.worker_options import work
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 SUMS = X @ np.arange(5.0) + 1
@@ -192,7 +193,7 @@ def test_a_worker_knows_losses_by_name():
 
     def learn(group: nnmpi.Group, loss: str) -> float:
         model = nnmpi.models.mlp((5,), 1, hidden=[4]).initialize(dtype="float64")
-        worker = nnmpi.Worker(model, nnmpi.optim.SGD(model.storage, lr=0.1), group, loss=loss)
+        worker = work(model, group, loss=loss)
         loader = nnmpi.data.Loader(sets, 50, group, shuffle=False, dtype="float64")
         outputs = model(Tensor(X.astype(np.float64))).numpy()
         expected = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi import Group, Worker
+from nnmpi import Group
 from nnmpi.base.errors import CommError, LayoutError, UsageError
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import Progress
 from nnmpi.data import Loader, load
 from nnmpi.models import mlp
-from nnmpi.optim import SGD
 from nnmpi.train.cli import main, read_options
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
+from tests.worker_options import work
 
 pytestmark = pytest.mark.mpi
 
@@ -75,7 +75,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(group, number):
     compose.
     """
     model = mlp((4,), 3, (5,)).initialize()
-    worker = Worker(model, SGD(model.storage, lr=0.1), group, slow=Slow(minimum_s=0.01))
+    worker = work(model, group, slow=Slow(minimum_s=0.01))
     loader = Loader(load("iris")[0], 1, group)
     done = []
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import StopTraining, Worker, data, models, optim, simulate
+from nnmpi import StopTraining, data, models, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_json
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import STOPPED
 from nnmpi.train.cli import main, parse
 from nnmpi.train.metrics import read_metrics
+from tests.worker_options import work
 
 WORDS = "--model mlp --dataset iris --eval-every 3steps --quiet --out run"
 CALLBACKS = """
@@ -100,7 +101,7 @@ def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
     train, _ = data.load("iris")
     model = models.mlp((4,), 3).initialize(seed=0)
     slow = Slow(minimum_s=0.01)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.01), group, slow=slow)
+    worker = work(model, group, lr=0.01, slow=slow)
     loader = data.Loader(train, group.size, group)
     batches = loader.batches_per_epoch
     first = 3 if left is None else batches - left
