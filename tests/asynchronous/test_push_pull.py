@@ -23,6 +23,7 @@ from nnmpi.comm import buffers
 from nnmpi.nn import Module
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
+from tests.harness.refusals import refuses
 from tests.worker_options import sgd
 
 SEGMENTS = ((0, 3), (3, 4), (4, 4), (4, 6))
@@ -240,11 +241,17 @@ def test_messages_at_the_wrong_time_are_seen():
         talk.open(1, 9, 0)
         task = talk.pull()
         assert task is not None
-        with pytest.raises(CommError, match="has segment 2, gradient 0, but segment 1"):
-            talk._accept(Reply(1, 0, segment=2, sequence=0, version=0), [])
+        refuses(
+            CommError,
+            "has segment 2, gradient 0, but segment 1",
+            lambda: talk._accept(Reply(1, 0, segment=2, sequence=0, version=0), []),
+        )
         talk._version = 5
-        with pytest.raises(CommError, match="of version 5 of the weights, but got"):
-            talk.push(push_of(model, task, 1, numpy_backend()))
+        refuses(
+            CommError,
+            "of version 5 of the weights, but got",
+            lambda: talk.push(push_of(model, task, 1, numpy_backend())),
+        )
 
     simulate(main, 1, check=False)
 
@@ -258,18 +265,15 @@ def test_calls_out_of_order_are_refused(group):
         PushPull(group, model.storage, server),
         push_of(model, Task(0, 0), 1, numpy_backend()),
     )
-    with pytest.raises(CommError, match="nothing to pull"):
-        talk.pull()
+    refuses(CommError, "nothing to pull", talk.pull)
     talk.open(0, 0, 0)
     for call, words in (
         (talk.finish, "not over for this worker"),
         (lambda: talk.open(0, 1, 0), "call finish"),
         (lambda: talk.push(push), "nothing to push"),
     ):
-        with pytest.raises(CommError, match=words):
-            call()
+        refuses(CommError, words, call)
     assert talk.pull() is None
-    with pytest.raises(CommError, match="nothing to push"):
-        talk.push(push)
+    refuses(CommError, "nothing to push", talk.push, push)
     talk.finish()
     talk.free()

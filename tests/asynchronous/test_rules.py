@@ -15,10 +15,11 @@ from nnmpi.asynchronous.consistency import (
     WorkQueue,
 )
 from nnmpi.asynchronous.worker import AVERAGES
-from nnmpi.base.errors import CommError, UsageError
+from nnmpi.base.errors import CommError
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import MODES
 from nnmpi.compose.stats import Staleness
+from tests.harness.refusals import refuses, usage_error
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,7 @@ def test_a_controller_in_step_and_then_with_a_bound():
     assert controller.release() == {0: Task(0, 0), 1: Task(0, 1)}
     controller.add_gradient(1)
     assert controller.release() == {}
-    with pytest.raises(CommError, match="worker 1, which still waits"):
-        controller.add_gradient(1)
+    refuses(CommError, "worker 1, which still waits", controller.add_gradient, 1)
     controller.add_gradient(0)
     assert controller.release() == {0: Task(1, 0), 1: Task(1, 1)}
     controller.add_gradient(0)
@@ -100,8 +100,7 @@ def test_a_controller_in_step_and_then_with_a_bound():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):
-    with pytest.raises(UsageError, match=words):
-        Sync(**settings)
+    usage_error(words, Sync, **settings)
 
 
 def test_bounds_and_words_of_every_mode():
@@ -109,8 +108,7 @@ def test_bounds_and_words_of_every_mode():
     without = {mode for mode in MODES if not Sync(mode).has_server}
     assert (without - {"bsp"}, MODES.keys() - without) == (AVERAGES.keys(), {"asp", "ssp"})
     assert "8 steps" in Sync("local").describe() and "4 steps" in Sync("ssp").describe()
-    with pytest.raises(UsageError, match="no neighbours"):
-        Sync("gossip").check(1)
+    usage_error("no neighbours", lambda: Sync("gossip").check(1))
 
 
 @pytest.mark.parametrize(
@@ -141,13 +139,11 @@ WRONG += (
 
 @pytest.mark.parametrize("text", WRONG.split())
 def test_a_text_that_makes_no_sense_is_refused(text):
-    with pytest.raises(UsageError, match="slow: "):
-        Slow.parse(text)
+    usage_error("slow: ", Slow.parse, text)
 
 
 def test_a_rank_that_does_not_exist_cannot_be_slow():
-    with pytest.raises(UsageError, match="rank 2"):
-        Slow.parse("rank=2,factor=3").check(2)
+    usage_error("rank 2", lambda: Slow.parse("rank=2,factor=3").check(2))
 
 
 def test_chance_is_the_same_in_every_run_and_as_frequent_as_told():

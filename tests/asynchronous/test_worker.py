@@ -5,7 +5,7 @@ import pytest
 
 import nnmpi.base.timeline as timeline
 from nnmpi import AsynchronousWorker, Group, Sync
-from nnmpi.base.errors import CommError, UsageError
+from nnmpi.base.errors import CommError
 from nnmpi.nn import Module
 from nnmpi.ops import cross_entropy
 from tests.asynchronous.runs import (
@@ -23,6 +23,7 @@ from tests.asynchronous.runs import (
 )
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
+from tests.harness.refusals import refuses, usage_error
 
 # whole trainings; test_seeds and push_pull have 33 ranks
 pytestmark = pytest.mark.simulated(max_size=16)
@@ -134,25 +135,32 @@ def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group):
 
 def test_wrong_use_is_refused_on_all_ranks(group):
     model = build()
-    with pytest.raises(UsageError, match="done by nnmpi.Worker"):
-        AsynchronousWorker(model, optimizer_of(model), group, Sync())
-    with pytest.raises(UsageError, match="make it for model.storage"):
-        AsynchronousWorker(model, optimizer_of(build()), group, Sync("asp"))
-    with pytest.raises(UsageError, match=f"rank {group.size} does not exist"):
-        make(group, Sync("asp"), slow=f"rank={group.size},factor=2")
-    with pytest.raises(UsageError, match="the loss has reduction='mean'"):
-        make(group, Sync("asp"), loss=cross_entropy)
+    usage_error(
+        "done by nnmpi.Worker",
+        lambda: AsynchronousWorker(model, optimizer_of(model), group, Sync()),
+    )
+    usage_error(
+        "make it for model.storage",
+        lambda: AsynchronousWorker(model, optimizer_of(build()), group, Sync("asp")),
+    )
+    usage_error(
+        f"rank {group.size} does not exist",
+        lambda: make(group, Sync("asp"), slow=f"rank={group.size},factor=2"),
+    )
+    usage_error(
+        "the loss has reduction='mean'", lambda: make(group, Sync("asp"), loss=cross_entropy)
+    )
     worker = make(group, Sync("local"))
     if group.size > 1:
         local = group.split(group.rank)
-        with pytest.raises(UsageError, match=r"call data.Loader\(dataset, batch_size, group\)"):
-            worker.run(loader_of(local, worker.model), 0, 0, 1, 0, lambda step: 0.1)
+        usage_error(
+            r"call data.Loader\(dataset, batch_size, group\)",
+            lambda: worker.run(loader_of(local, worker.model), 0, 0, 1, 0, lambda step: 0.1),
+        )
         local.free()
         next(iter(worker.model.parameters())).requires_grad = group.is_root
-        with pytest.raises(CommError, match="frozen"):
-            train(worker)
-    with pytest.raises(UsageError, match="release"):
-        make(group, Sync("asp"), model=_taken(group))
+        refuses(CommError, "frozen", train, worker)
+    usage_error("release", lambda: make(group, Sync("asp"), model=_taken(group)))
     worker.release()
 
 

@@ -16,8 +16,9 @@ from nnmpi.backend.precision import bfloat16, use_precision
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder
-from nnmpi.base.errors import DeviceError, DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DeviceError, DtypeError, ShapeError
 from tests.device.library import load
+from tests.harness.refusals import refuses, usage_error
 
 GEMM = import_module("nnmpi.backend.gemm")
 BFLOAT16 = bfloat16()
@@ -321,20 +322,25 @@ def test_what_is_no_product():
     """One sentence with the shapes or dtypes."""
     xp = load()
     half, single = xp.ones((2, 3), "float16"), xp.ones((3, 2), "float32")
-    with pytest.raises(DtypeError, match="float16 cannot be multiplied by float32"):
-        gemm(half, single)
-    with pytest.raises(ShapeError, match=r"shapes \(2, 3\) and \(2, 3\) cannot be multiplied"):
-        gemm(half, half)
-    with pytest.raises(ShapeError, match="leading axes do not broadcast"):
-        gemm(xp.ones((2, 2, 3), "float16"), xp.ones((3, 3, 2), "float16"))
-    with pytest.raises(ShapeError, match=r"is \(2, 2\), but `out` has \(3, 3\)"):
-        gemm(half, xp.ones((3, 2), "float16"), out=xp.ones((3, 3), "float16"))
-    with pytest.raises(DtypeError, match="cannot be written to float64"):
-        gemm(half, xp.ones((3, 2), "float16"), out=xp.ones((2, 2), "float64"))
-    with pytest.raises(UsageError, match="give `out`"):
-        gemm(half, xp.ones((3, 2), "float16"), add=True)
-    with pytest.raises(UsageError, match="give `out`"):
-        gemm(single, single.T, add=True)
+    refuses(DtypeError, "float16 cannot be multiplied by float32", gemm, half, single)
+    refuses(ShapeError, r"shapes \(2, 3\) and \(2, 3\) cannot be multiplied", gemm, half, half)
+    refuses(
+        ShapeError,
+        "leading axes do not broadcast",
+        lambda: gemm(xp.ones((2, 2, 3), "float16"), xp.ones((3, 3, 2), "float16")),
+    )
+    refuses(
+        ShapeError,
+        r"is \(2, 2\), but `out` has \(3, 3\)",
+        lambda: gemm(half, xp.ones((3, 2), "float16"), out=xp.ones((3, 3), "float16")),
+    )
+    refuses(
+        DtypeError,
+        "cannot be written to float64",
+        lambda: gemm(half, xp.ones((3, 2), "float16"), out=xp.ones((2, 2), "float64")),
+    )
+    usage_error("give `out`", lambda: gemm(half, xp.ones((3, 2), "float16"), add=True))
+    usage_error("give `out`", gemm, single, single.T, add=True)
 
 
 def test_an_array_of_the_host_among_the_devices():
@@ -343,12 +349,19 @@ def test_an_array_of_the_host_among_the_devices():
     device, host = cupy.ones((2, 2), "float32"), np.ones((2, 2), "float32")
     for _ in range(2):
         for a, b in ((host, device), (device, host)):
-            with pytest.raises(
-                DeviceError, match=r"host's memory \(input . \(shape \(2, 2\), float32\)\).*asarray"
-            ):
-                gemm(a, b)
+            refuses(
+                DeviceError,
+                r"host's memory \(input . \(shape \(2, 2\), float32\)\).*asarray",
+                gemm,
+                a,
+                b,
+            )
         gemm(device, device)
-        with pytest.raises(
-            DeviceError, match=r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)"
-        ):
-            gemm(device, device, out=host)
+        refuses(
+            DeviceError,
+            r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)",
+            gemm,
+            device,
+            device,
+            out=host,
+        )

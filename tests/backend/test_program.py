@@ -18,7 +18,8 @@ from nnmpi.backend.recording import (
     call,
     refuse,
 )
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError
+from tests.harness.refusals import refuses, usage_error
 
 
 def natural(xp, x):
@@ -254,8 +255,11 @@ def test_shapes_that_change_in_a_replay_are_refused():
         lambda xp, x: recorder_of().whole(lambda item: item[: counts.pop(0)] * 1, (bare(x),)),
         np.ones(4),
     )
-    with pytest.raises(ShapeError, match="gave .3,. in place of the .2,. that was recorded"):
-        StepProgram(recorder, Arena()).replay()
+    refuses(
+        ShapeError,
+        "gave .3,. in place of the .2,. that was recorded",
+        lambda: StepProgram(recorder, Arena()).replay(),
+    )
 
 
 def recorder_of():
@@ -274,8 +278,7 @@ def test_what_is_performed_is_noted_as_a_whole():
 
     with recorder.running():
         assert call(work, (5,)) == 1
-        with pytest.raises(UsageError, match="reading values"):
-            refuse("reading values")
+        usage_error("reading values", refuse, "reading values")
     assert len(recorder.calls) == 1
     StepProgram(recorder, Arena()).replay()
     assert seen == [5, 5]
@@ -432,8 +435,7 @@ def test_a_program_is_drawn(tmp_path):
     assert spans == [("  0", 0, 3, "%0"), (" 64", 1, 3, "%1"), ("128", 2, 4, "%2")]
     assert picture.title.startswith("192 bytes") and y.tolist() == [1] * 8
     picture.save(tmp_path / "step.svg")
-    with pytest.raises(UsageError, match="no results of their own"):
-        StepProgram(Recorder(), Arena()).picture()
+    usage_error("no results of their own", lambda: StepProgram(Recorder(), Arena()).picture())
 
 
 def test_a_callback_is_called_in_each_replay():

@@ -8,7 +8,8 @@ import pytest
 
 from nnmpi.backend.array import is_array, mixed_error, namespace
 from nnmpi.backend.device import select
-from nnmpi.base.errors import DeviceError, UsageError
+from nnmpi.base.errors import DeviceError
+from tests.harness.refusals import refuses, usage_error
 
 
 @pytest.fixture(autouse=True)
@@ -55,22 +56,18 @@ def test_numpy():
 
 def test_an_unknown_name():
     """The choices are listed."""
-    with pytest.raises(
-        UsageError, match="backend 'torch' is unknown; choose one of auto, numpy, cupy"
-    ):
-        select("torch")
+    usage_error("backend 'torch' is unknown; choose one of auto, numpy, cupy", select, "torch")
 
 
 def test_cupy_that_is_not_installed(monkeypatch):
     """One sentence that says what to install; auto takes NumPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(
+    refuses(
         DeviceError,
-        match=(
-            r"backend cupy cannot be used: cupy cannot be imported .* install 'cupy-cuda12x\[ctk\]'"
-        ),
-    ):
-        select("cupy")
+        r"backend cupy cannot be used: cupy cannot be imported .* install 'cupy-cuda12x\[ctk\]'",
+        select,
+        "cupy",
+    )
     assert select("auto").name == select().name == "numpy"
 
 
@@ -79,8 +76,7 @@ def test_bindings_of_cublas_that_are_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(1))
     monkeypatch.setitem(sys.modules, "nvmath.bindings.cublas", None)
     words = "backend cupy cannot be used: matrix products need .* pip install nvmath-python"
-    with pytest.raises(DeviceError, match=words):
-        select("cupy")
+    refuses(DeviceError, words, select, "cupy")
     assert select("auto").reason.startswith("auto chose numpy: matrix products need")
 
 
@@ -114,8 +110,7 @@ def test_auto_takes_numpy_where_the_device_cannot_be_used(monkeypatch):
 
     cupy.ones = fail
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    with pytest.raises(DeviceError, match="backend cupy cannot use device 0: .*libnvrtc"):
-        select("cupy")
+    refuses(DeviceError, "backend cupy cannot use device 0: .*libnvrtc", select, "cupy")
     backend = select("auto")
     assert backend.name == "numpy"
     assert backend.reason.startswith("auto chose numpy: backend cupy cannot use device 0: ")

@@ -29,6 +29,7 @@ from nnmpi.base.command import (
 )
 from nnmpi.base.errors import HelpAsked, UsageError
 from nnmpi.train.config import Config
+from tests.harness.refusals import refuses, usage_error
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "nnmpi schedule --pipeline gpipe --microbatches 2 --stages"
@@ -69,8 +70,7 @@ def test_what_takes_long_is_said_first(capsys):
     announce("a little", 9)
     announce("a plan", 90)
     assert capsys.readouterr() == ("", "nnmpi: a plan takes about 1 min 30 s; Ctrl-C ends it\n")
-    with pytest.raises(UsageError, match=r"a plan would take .* or so; ask for fewer"):
-        announce("a plan", 1e30)
+    usage_error(r"a plan would take .* or so; ask for fewer", announce, "a plan", 1e30)
 
 
 @dataclass(frozen=True)
@@ -305,17 +305,14 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring():
     ],
 )
 def test_an_error_spells_an_option_as_its_user_does(options, text, words, told):
-    with pytest.raises(UsageError, match=re.escape(text)):
-        Pace(**options)
+    usage_error(re.escape(text), Pace, **options)
     if words:
-        with pytest.raises(UsageError, match=re.escape(told)):
-            read_pace(words)
+        usage_error(re.escape(told), read_pace, words)
 
 
 def test_an_unknown_option_of_the_library_is_refused_with_a_suggestion():
     for make in (Pace, partial(replace, Pace())):
-        with pytest.raises(TypeError, match=r"Pace has no option 'stop'; did you mean stops\?"):
-            make(stop=(1,))
+        refuses(TypeError, r"Pace has no option 'stop'; did you mean stops\?", make, stop=(1,))
 
 
 def test_a_former_name_of_an_option_is_read_and_said():

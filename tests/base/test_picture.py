@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from nnmpi.base.errors import UsageError
 from nnmpi.base.picture import Arrow, Bar, Picture
 from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.prove import prove
@@ -15,6 +14,7 @@ from nnmpi.lab.memory import main as memory
 from nnmpi.lab.render.collectives import picture
 from nnmpi.lab.schedule import main as schedule
 from nnmpi.lab.speedup import main as speedup
+from tests.harness.refusals import usage_error
 
 PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
 THIN = "--pipeline interleaved --stages 4 --microbatches 8 --svg"
@@ -63,12 +63,14 @@ def test_commands_draw_for_slides(main, words, texts, tmp_path):
         main([*words.split(), str(file)])
     result = files[0].read_text()
     assert texts <= set(re.findall(r">([^<>]+)</text>", result)) and result == files[1].read_text()
-    with pytest.raises(
-        UsageError, match=r"a\.gif must end in \.svg, \.png, \.pdf; .* such as picture\.svg"
-    ):
-        main([*words.split(), str(tmp_path / "a.gif")])
-    with pytest.raises(UsageError, match=r"none/a\.svg cannot be written .*, such as picture\.svg"):
-        main([*words.split(), str(tmp_path / "none" / "a.svg")])
+    usage_error(
+        r"a\.gif must end in \.svg, \.png, \.pdf; .* such as picture\.svg",
+        lambda: main([*words.split(), str(tmp_path / "a.gif")]),
+    )
+    usage_error(
+        r"none/a\.svg cannot be written .*, such as picture\.svg",
+        lambda: main([*words.split(), str(tmp_path / "none" / "a.svg")]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,7 @@ def test_commands_draw_for_slides(main, words, texts, tmp_path):
 )
 def test_commands_name_matplotlib_before_they_compute(main, words, monkeypatch):
     monkeypatch.setattr("nnmpi.base.picture.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="a.svg is drawn by matplotlib; pip install matplotlib"):
-        main(words.split())
+    usage_error("a.svg is drawn by matplotlib; pip install matplotlib", lambda: main(words.split()))
 
 
 def test_words_lie_over_nothing(tmp_path):

@@ -16,6 +16,7 @@ from nnmpi.base.command import suggest
 from nnmpi.base.words import TABLE
 from nnmpi.commands.table import COMMANDS
 from nnmpi.train.config import all_options
+from tests.harness.refusals import refuses
 
 typed = nnmpi
 PACKAGES = {
@@ -200,16 +201,17 @@ def test_a_state_is_given_to_with_state():
     gru, lstm = nn.GRU(3, 4).initialize(), nn.LSTM(3, 4).initialize()
     assert gru(x, None).shape == (2, 5, 4)
     for call in (lambda: gru(x, h), lambda: lstm(x, (h, h)), lambda: lstm.with_state(x, [3, 2, 1])):
-        with pytest.raises(nnmpi.NnmpiError, match="with_state"):
-            call()
+        refuses(nnmpi.NnmpiError, "with_state", call)
 
 
 def test_bytes_are_not_told_to_be_converted():
     """By astype they would be many times what the loader makes of them."""
-    with pytest.raises(
-        nnmpi.NnmpiError, match=r"Loader's batches or dataset.rows\(indices\), which"
-    ):
-        MODEL(np.ones((1, 3), np.uint8))
+    refuses(
+        nnmpi.NnmpiError,
+        r"Loader's batches or dataset.rows\(indices\), which",
+        MODEL,
+        np.ones((1, 3), np.uint8),
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,5 @@ def test_bytes_are_not_told_to_be_converted():
 )
 def test_an_import_is_answered(line, right):
     """Python's own error of a missing name would leave the sentence out."""
-    with pytest.raises(ImportError, match=rf"; (in nnmpi: )?{right}"):
-        exec(line)
+    refuses(ImportError, rf"; (in nnmpi: )?{right}", exec, line)
     exec("from nnmpi.data import images, tables")  # modules of the package

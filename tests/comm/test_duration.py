@@ -9,13 +9,14 @@ import pytest
 
 import nnmpi.base.clock as clock
 from nnmpi import Group, simulate
-from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.comm import duration
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_collective
 from nnmpi.comm.collective import BROADCAST, Collective, Step
 from nnmpi.comm.duration import coefficients, price, simulate_collective
 from nnmpi.comm.machine import Curve, Link, Links, Machine, blocks
 from tests.comm.formulas import formulas
+from tests.harness.refusals import refuses, usage_error
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11
 UNIFORM = Machine.uniform(ALPHA, BETA, GAMMA)
@@ -109,12 +110,11 @@ def test_it_takes_what_simulated_ranks_take(name, nbytes, groups, per_node):
 
 
 def test_what_cannot_be_simulated():
-    with pytest.raises(UsageError, match="size is 0"):
-        price(ALGORITHMS["ring"], 0, 4, UNIFORM)
-    with pytest.raises(UsageError, match="places 2 ranks"):
-        price(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))
+    usage_error("size is 0", lambda: price(ALGORITHMS["ring"], 0, 4, UNIFORM))
+    usage_error(
+        "places 2 ranks", lambda: price(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))
+    )
     waiting = Collective(
         "waiting", BROADCAST, (lambda rank, size: (Step(from_=1 - rank, recv=(0,)),),)
     )
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever in its step 0"):
-        price(waiting, 2, 8, UNIFORM)
+    refuses(ScheduleError, "rank 0 waits for ever in its step 0", price, waiting, 2, 8, UNIFORM)

@@ -12,7 +12,6 @@ import pytest
 
 import nnmpi.comm.fit
 import nnmpi.lab.measure
-from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
@@ -20,6 +19,7 @@ from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.saved_fit import facts, find_fit
 from nnmpi.lab.measure import SIZES, measure, measure_curves, measure_sums, time_calls
 from nnmpi.lab.render.collectives import draw_fit
+from tests.harness.refusals import usage_error
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 FACTS = {
@@ -83,18 +83,17 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path, text):
     file = tmp_path / "fit.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"fit.json: not a readable fit.*nnmpi comm fit"):
-        load_fit(file)
+    usage_error(r"fit.json: not a readable fit.*nnmpi comm fit", load_fit, file)
     values = make().to_json()
     values["machine"]["inside"]["one_way"]["points"] = [[8, 1e-6], [4, 1e-6]]
     file.write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="increasing bytes"):
-        load_fit(file)
+    usage_error("increasing bytes", load_fit, file)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere.json: not a readable fit.*\(No such file"):
-        load_fit(tmp_path / "nowhere.json")
+    usage_error(
+        r"nowhere.json: not a readable fit.*\(No such file", load_fit, tmp_path / "nowhere.json"
+    )
 
 
 def test_predictions_are_those_of_the_steps_or_what_was_measured():
@@ -105,8 +104,7 @@ def test_predictions_are_those_of_the_steps_or_what_was_measured():
     assert fit.predict("native", 1000) == pytest.approx(5e-6)
     assert fit.predict("native", 1000, started=True) == pytest.approx(8e-6)
     assert fit.predict("shared", 1000) == pytest.approx(1.5e-6)
-    with pytest.raises(UsageError, match="without shared memory"):
-        make(shared=None).predict("shared", 1000)
+    usage_error("without shared memory", lambda: make(shared=None).predict("shared", 1000))
 
 
 def test_hierarchical_is_predicted_for_the_nodes_of_the_fit():
@@ -144,8 +142,7 @@ def fit(group):
 @pytest.mark.mpi
 def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group, fit):
     if fit is None:
-        with pytest.raises(UsageError, match="nothing to fit; start at least 2"):
-            measure(group)
+        usage_error("nothing to fit; start at least 2", measure, group)
         return
     assert list(map(Fit.from_json, group.gather(fit.to_json()))) == [fit] * group.size
     curves = [

@@ -18,6 +18,7 @@ from nnmpi.comm.duration import buffers_sent
 from nnmpi.comm.gradients import BucketExchange, GradientRange, plan_buckets
 from nnmpi.comm.world import Traffic
 from tests.device.library import load
+from tests.harness.refusals import refuses, usage_error
 
 LENGTHS = [300, 10, 0, 1, 2000, 7, 64, 5000, 33]
 
@@ -203,8 +204,15 @@ def test_buffers_in_shared_memory_are_summed_there(group, overlap):
 def test_each_bucket_can_have_an_algorithm_of_its_own(group):
     spans = layout([1000, 1000, 1000])
     buffers = arrays(spans, ["float32"])
-    with pytest.raises(UsageError, match="2 all-reduce algorithms are given for 3 buckets"):
-        BucketExchange(group, buffers, spans, ["ring", "tree"], bucket_bytes=4000)
+    usage_error(
+        "2 all-reduce algorithms are given for 3 buckets",
+        BucketExchange,
+        group,
+        buffers,
+        spans,
+        ["ring", "tree"],
+        bucket_bytes=4000,
+    )
     exchange = BucketExchange(group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000)
     assert [choice.algorithm for choice in exchange.choices] == ["ring", "tree", "native"]
     assert train(group, exchange, buffers, spans, 1)
@@ -321,8 +329,7 @@ def test_buckets_fill_from_the_end_of_each_buffer(spans, limit, buckets):
 def test_a_gradient_reported_twice_is_refused(group):
     exchange = BucketExchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
     exchange.ready(1)
-    with pytest.raises(CommError, match="gradient 1 was reported final twice"):
-        exchange.ready(1)
+    refuses(CommError, "gradient 1 was reported final twice", exchange.ready, 1)
     exchange.finish()
     exchange.ready(1)  # a new step
     exchange.finish()
@@ -331,13 +338,11 @@ def test_a_gradient_reported_twice_is_refused(group):
 
 @pytest.mark.parametrize("spans", [[(0, 0, 4), (0, 3, 5)], [(0, 4, 8), (0, 0, 4)], [(0, 4, 2)]])
 def test_spans_out_of_order_are_refused(spans):
-    with pytest.raises(UsageError, match="must begin at or after"):
-        plan_buckets(spans, [4], 100)
+    usage_error("must begin at or after", plan_buckets, spans, [4], 100)
 
 
 def test_an_empty_bucket_is_refused():
-    with pytest.raises(UsageError, match="bucket_bytes is 0"):
-        plan_buckets(SPANS, [4], 0)
+    usage_error("bucket_bytes is 0", plan_buckets, SPANS, [4], 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.point_to_point import send_and_receive
-from tests.harness.refusals import told
+from tests.harness.refusals import refuses, told, usage_error
 
 VALUES = [
     None,
@@ -36,8 +36,7 @@ def test_json_values_come_back_from_the_wire(value):
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
 def test_what_json_cannot_hold_raises_where_it_arrives(value):
     text = encode_json(value)
-    with pytest.raises(CommError, match="rank 5 sent something that is not a JSON value"):
-        decode_json(text, 5)
+    refuses(CommError, "rank 5 sent something that is not a JSON value", decode_json, text, 5)
 
 
 @pytest.mark.both_worlds
@@ -89,13 +88,10 @@ def test_broadcast_takes_any_shape_and_dtype(group, shape, dtype):
 
 @pytest.mark.simulated
 def test_broadcast_refuses_what_it_could_not_write_to(group):
-    with pytest.raises(ShapeError, match="is not contiguous"):
-        group.broadcast(np.zeros((3, 4)).T)
-    with pytest.raises(DtypeError, match="Python objects"):
-        group.broadcast(np.array([None]))
+    refuses(ShapeError, "is not contiguous", group.broadcast, np.zeros((3, 4)).T)
+    refuses(DtypeError, "Python objects", group.broadcast, np.array([None]))
     for send in group.broadcast, group.share:
-        with pytest.raises(UsageError, match="root 99 is none of"):
-            send(np.zeros(3), 99)
+        usage_error("root 99 is none of", send, np.zeros(3), 99)
 
 
 # By words of the refusal: what a rank calls with a dtype and a number that differ on one.

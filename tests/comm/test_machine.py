@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from tests.harness.refusals import usage_error
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 
@@ -37,14 +38,14 @@ def test_alpha_and_beta():
     "points", [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, -1),), ((1, float("nan")),)]
 )
 def test_no_curve(points):
-    with pytest.raises(UsageError, match="a curve"):
-        Curve(points)
+    usage_error("a curve", Curve, points)
 
 
 def test_what_does_not_fit_is_named():
     link = Link.line(1.0, 1.0)
-    with pytest.raises(UsageError, match="places 4 ranks on nodes, so 3 ranks"):
-        Machine(link, nodes=blocks(4, 2)).nodes_of(3)
+    usage_error(
+        "places 4 ranks on nodes, so 3 ranks", lambda: Machine(link, nodes=blocks(4, 2)).nodes_of(3)
+    )
 
 
 def test_places():

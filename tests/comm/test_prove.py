@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.comm.algorithms.bruck import bruck_reduce_scatter
 from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -26,6 +26,7 @@ from nnmpi.comm.collective import (
 )
 from nnmpi.comm.prove import prove, prove_steps
 from tests.comm.formulas import formulas
+from tests.harness.refusals import refuses, usage_error
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)
 
@@ -83,8 +84,9 @@ def test_neighbouring_chunks_are_one_message():
 
 
 def test_an_unknown_algorithm_is_refused_with_the_names():
-    with pytest.raises(UsageError, match="'rings'.*ring, tree, ps.*auto, native, shared"):
-        find_collective("all-reduce", "rings")
+    usage_error(
+        "'rings'.*ring, tree, ps.*auto, native, shared", find_collective, "all-reduce", "rings"
+    )
 
 
 # ---- planted faults: each one spoils a right algorithm in one place ----
@@ -267,8 +269,7 @@ ALL_SEND = (
     ],
 )
 def test_a_fault_is_named(steps, contract, sentence):
-    with pytest.raises(ScheduleError, match=re.escape(sentence)):
-        prove_steps(steps, contract)
+    refuses(ScheduleError, re.escape(sentence), prove_steps, steps, contract)
 
 
 def test_adding_to_a_chunk_that_is_sent_is_allowed():
@@ -279,17 +280,12 @@ def test_adding_to_a_chunk_that_is_sent_is_allowed():
 
 
 def test_a_step_without_meaning_cannot_be_made():
-    with pytest.raises(ScheduleError, match="send has 1 and"):
-        Step(to=1)
-    with pytest.raises(ScheduleError, match=r"recv has None and \(0,\)"):
-        Step(recv=(0,))
-    with pytest.raises(ScheduleError, match="names a chunk twice"):
-        Step(to=1, send=(0, 0))
+    refuses(ScheduleError, "send has 1 and", Step, to=1)
+    refuses(ScheduleError, r"recv has None and \(0,\)", Step, recv=(0,))
+    refuses(ScheduleError, "names a chunk twice", Step, to=1, send=(0, 0))
     for chunks in ((0.0,), ("01",), 1.5, (None,)):
-        with pytest.raises(ScheduleError, match="give one rank, and a list of chunks"):
-            Step(to=1, send=chunks)
+        refuses(ScheduleError, "give one rank, and a list of chunks", Step, to=1, send=chunks)
 
 
 def test_no_ranks_at_all_cannot_be_proved():
-    with pytest.raises(ScheduleError, match="0 ranks"):
-        prove(ring, 0)
+    refuses(ScheduleError, "0 ranks", prove, ring, 0)

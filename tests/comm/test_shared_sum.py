@@ -12,13 +12,13 @@ from mpi4py import MPI
 
 import nnmpi.comm.node_sum as node_sum
 from nnmpi import Group
-from nnmpi.base.errors import CommError, DeviceError, ShapeError, UsageError
+from nnmpi.base.errors import CommError, DeviceError, ShapeError
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum, own_slice
 from tests.comm.memory import shared_memory
 from tests.harness.job import mpirun, run
-from tests.harness.refusals import told
+from tests.harness.refusals import refuses, told, usage_error
 
 LENGTHS = [0, 1, 5, 16, 1003, 100_003]
 
@@ -156,10 +156,13 @@ def test_different_arrays_are_refused_on_all_ranks(group):
     for odd in (np.zeros(8, "float32"), np.zeros(9, "float64")):
         mine = odd if last and group.size > 1 else np.zeros(8, "float64")
         if group.size > 1:
-            with pytest.raises(
-                CommError, match="has 8 elements of float64; rank|have 8 elements of float64; rank"
-            ):
-                SharedSum(mine, memory)
+            refuses(
+                CommError,
+                "has 8 elements of float64; rank|have 8 elements of float64; rank",
+                SharedSum,
+                mine,
+                memory,
+            )
     memory.free()
 
 
@@ -170,8 +173,7 @@ def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group):
     odd = np.zeros(8, "float32") if group.rank == group.size - 1 else array
     text = told(DeviceError, lambda: SharedSum(odd, memory))
     assert all(group.size == 1 or "allocate()" in item for item in group.gather(text))
-    with pytest.raises(ShapeError, match="1-D"):
-        SharedSum(np.zeros((2, 3)), memory)
+    refuses(ShapeError, "1-D", SharedSum, np.zeros((2, 3)), memory)
 
 
 def test_nothing_has_to_be_freed_at_the_end(tmp_path):
@@ -272,8 +274,7 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group, nodes, order
             lambda: memory.common_all([]),
             lambda: memory.twin(full),
         ):
-            with pytest.raises(UsageError, match="was closed or freed; ask the group"):
-                ask()
+            usage_error("was closed or freed; ask the group", ask)
     assert memory.locate(saved) is None
     assert full.sum_floats([1.0]) == [full.size]
     full.free()

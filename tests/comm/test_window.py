@@ -12,6 +12,7 @@ from nnmpi.comm.mpi import mpi_world
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES
 from tests.comm.memory import shared_memory
+from tests.harness.refusals import refuses
 
 
 @pytest.mark.both_worlds
@@ -73,8 +74,7 @@ def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group, monkeypatch
     memory = shared_memory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
         monkeypatch.setattr(mpi_world, "free_bytes", lambda need: 2**20)
-    with pytest.raises(DeviceError, match="has only 1048576 free"):
-        memory.allocate(2**20, np.float32)
+    refuses(DeviceError, "has only 1048576 free", lambda: memory.allocate(2**20, np.float32))
     array = memory.allocate(8, np.float32)  # what is small enough still fits
     right = array.tolist() == [0.0] * 8
     memory.free()
@@ -88,8 +88,7 @@ def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group):
     mapped = PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[0])
     if group.rank == group.size - 1:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**24, before[1]))
-    with pytest.raises(DeviceError, match="has only 0 free"):
-        memory.allocate(2**25, np.uint8)
+    refuses(DeviceError, "has only 0 free", lambda: memory.allocate(2**25, np.uint8))
     resource.setrlimit(resource.RLIMIT_AS, before)
     memory.free()
 
@@ -110,8 +109,10 @@ def test_what_mpi_refuses_is_one_sentence(group, monkeypatch):
 
 def test_wrong_use_is_refused(group):
     memory = SharedMemory(group)
-    with pytest.raises(
-        ShapeError, match="the array of 3 elements was not allocated in shared memory"
-    ):
-        memory.parts(np.zeros(3))
+    refuses(
+        ShapeError,
+        "the array of 3 elements was not allocated in shared memory",
+        memory.parts,
+        np.zeros(3),
+    )
     memory.free()

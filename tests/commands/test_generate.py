@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from nnmpi import NnmpiError
-from nnmpi.base.errors import CheckpointError, UsageError
+from nnmpi.base.errors import CheckpointError
 from nnmpi.commands.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 from tests.harness.slow import MORE_LAYOUTS, once_more
 
 TOKENS, CONTEXT = 17, 12
@@ -86,12 +87,17 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path, capfd):
 
     assert first(out) < first(folder)
     shutil.rmtree(folder / "model")
-    with pytest.raises(UsageError, match=f"--pretrained {folder} is a run without a model"):
-        on_ranks(train, [*words.split()[:-1], str(tmp_path / "other")])
-    with pytest.raises(
-        UsageError, match="a model in Hugging Face's files has no best weights; leave --best out"
-    ):
-        written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
+    usage_error(
+        f"--pretrained {folder} is a run without a model",
+        lambda: on_ranks(train, [*words.split()[:-1], str(tmp_path / "other")]),
+    )
+    usage_error(
+        "a model in Hugging Face's files has no best weights; leave --best out",
+        written,
+        f"{out / 'model'} --prompt 3 --best",
+        1,
+        capfd,
+    )
     shutil.rmtree(folder)
     assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
 
@@ -109,27 +115,41 @@ def test_what_cannot_be_written(tmp_path, capfd, monkeypatch):
         ("--prompt 1", "give RUN first and then the options"),
         (f"{folder} --prompt 1 --sp 2", "is generated one position at a time; leave --sp out"),
     ):
-        with pytest.raises(UsageError, match=sentence):
-            written(words, 1, capfd)
+        usage_error(sentence, written, words, 1, capfd)
     counted = run(tmp_path, "gpt", *["--experts", "3", "--experts-capacity", "2.5"])
     for ranks, layout in ((1, ""), (2, " --pp 2")):
-        with pytest.raises(UsageError, match="to generate, train without a capacity"):
-            written(f"{counted}{layout}", ranks, capfd, "3")
-    with pytest.raises(
-        UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"
-    ):
-        written(str(folder), 1, capfd, " ".join(["1"] * 13))
+        usage_error(
+            "to generate, train without a capacity",
+            written,
+            f"{counted}{layout}",
+            ranks,
+            capfd,
+            "3",
+        )
+    usage_error(
+        "the prompt has 13 tokens, but the model sees at most 12; shorten it",
+        lambda: written(str(folder), 1, capfd, " ".join(["1"] * 13)),
+    )
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
-        with pytest.raises(NnmpiError, match="could not be written: No space left"):
-            on_ranks(main, [str(folder), "--prompt", "1"])
+        refuses(
+            NnmpiError,
+            "could not be written: No space left",
+            on_ranks,
+            main,
+            [str(folder), "--prompt", "1"],
+        )
     (folder / "checkpoints").rename(folder / "gone")
-    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        written(f"{folder} --prompt 1", 1, capfd)
+    refuses(CheckpointError, "has no checkpoint yet", written, f"{folder} --prompt 1", 1, capfd)
     words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
     on_ranks(train, words)
-    with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can generate"):
-        written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
+    usage_error(
+        "is a run of model mlp; only lstm or gpt can generate",
+        written,
+        f"{tmp_path / 'classes'} --prompt 1",
+        1,
+        capfd,
+    )
 
 
 def test_options():
@@ -149,5 +169,4 @@ def test_a_text_in_and_a_text_out(tmp_path, capfd):
     line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
     assert line.startswith("to be")
     assert set(line) <= set("to be or not to be")
-    with pytest.raises(UsageError, match="--prompt: the tokenizer has no 'Z'"):
-        written(str(out), 1, capfd, "Zebra")
+    usage_error("--prompt: the tokenizer has no 'Z'", written, str(out), 1, capfd, "Zebra")

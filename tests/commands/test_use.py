@@ -23,6 +23,7 @@ from nnmpi.lab.report import main as report
 from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import data_error, refuses, usage_error
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
@@ -97,14 +98,19 @@ def test_pixels_have_one_scale_in_every_command(tmp_path, run, said):
     for values in (x / 255 - 0.5, x * 2.0, x / 2):
         np.savez(tmp_path / "other.npz", x=values, y=y)
         for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
-            with pytest.raises(DataError, match="but the model's were bytes, and then from 0 to 1"):
-                said(command, f"{folder} {words} {tmp_path}/other.npz")
+            data_error(
+                "but the model's were bytes, and then from 0 to 1",
+                said,
+                command,
+                f"{folder} {words} {tmp_path}/other.npz",
+            )
     learned = tmp_path / "learned.npz"
     np.savez(learned, x=x / 255, y=y)
     folder, _ = run(f"--dataset {learned} --model mlp --hidden 8", tmp_path / "floats")
     for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
-        with pytest.raises(DataError, match="are bytes, but learned had float32 ones"):
-            said(command, f"{folder} {words} {bytes_}")
+        data_error(
+            "are bytes, but learned had float32 ones", said, command, f"{folder} {words} {bytes_}"
+        )
 
 
 def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(tmp_path, run, said):
@@ -138,15 +144,20 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(tmp_path, run, s
     )
     words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
     folder, _ = run(f"--dataset {text} {words}")
-    with pytest.raises(UsageError, match="name its columns with --text-columns"):
-        said(evaluate, f"{folder} --dataset {table} --backend numpy")
+    usage_error(
+        "name its columns with --text-columns",
+        said,
+        evaluate,
+        f"{folder} --dataset {table} --backend numpy",
+    )
     result = [
         said(evaluate, f"{folder} --dataset {file} --text-columns problem --backend numpy", ranks)
         for file, ranks in ((table, 1), (same, 2))
     ]
     assert result[0].replace(" sums, ", " problems, ") == result[1]
-    with pytest.raises(UsageError, match="has no columns"):
-        said(evaluate, f"{folder} --text-columns problem --backend numpy")
+    usage_error(
+        "has no columns", said, evaluate, f"{folder} --text-columns problem --backend numpy"
+    )
 
 
 def test_a_loaded_run_predicts_what_the_command_says(tmp_path, run, said):
@@ -161,8 +172,7 @@ def test_a_loaded_run_predicts_what_the_command_says(tmp_path, run, said):
     probabilities = result.predict(x)
     assert np.allclose(probabilities.sum(axis=1), 1)
     assert (probabilities.argmax(1) == logits.argmax(1)).all()
-    with pytest.raises(UsageError, match="a masked array"):
-        result.predict(np.ma.asarray(x))
+    usage_error("a masked array", lambda: result.predict(np.ma.asarray(x)))
     lines = said(predict, f"{folder} {data}").splitlines()
     assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
     assert [line.partition(",")[0] for line in lines[1:]] == [
@@ -212,10 +222,12 @@ def test_an_image_file_is_read_as_the_data_was(tmp_path, run, said):
     # more pixels than Pillow takes, in 50 KB
     images.new("1", (20000, 20000)).save(tmp_path / "huge.png")
     for name in ("no.png", "half.ppm", "huge.png"):
-        with pytest.raises(DataError, match=f"{name}: cannot be read as an image"):
-            said(predict, f"{folder} {tmp_path}/{name}")
-    with pytest.raises(DataError, match="do not fit a model that takes"):
-        said(predict, f"{folder} {files(tmp_path)['table.csv']}")
+        data_error(
+            f"{name}: cannot be read as an image", said, predict, f"{folder} {tmp_path}/{name}"
+        )
+    data_error(
+        "do not fit a model that takes", said, predict, f"{folder} {files(tmp_path)['table.csv']}"
+    )
 
 
 def test_the_best_weights_stay(tmp_path, said):
@@ -257,8 +269,9 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path, run, said):
     note = "bare: the columns are taken in the order of the training table\n"
     assert note in result
     assert result.replace(note, "").replace("bare", "table") == right
-    with pytest.raises(DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"):
-        said(evaluate, f"{words} {other}")
+    data_error(
+        r"other\.csv has no column 'c'; the model needs a, b, c", said, evaluate, f"{words} {other}"
+    )
     of_one_class = [
         line for line in moved.read_text().splitlines() if line.startswith((tree[0], tree[1]))
     ]
@@ -274,18 +287,27 @@ def test_predictions_that_are_not_finite_are_no_predictions(tmp_path, run, said,
     table = files(tmp_path)["table.csv"]
     folder, _ = run(f"--dataset {table} --model mlp --hidden 6")
     np.savez(tmp_path / "p.npz", x=np.array([[1, 2, 3], [1, value, 3]], "f4"))
-    with pytest.raises(
-        DataError, match=r"p.npz: samples\[1, 1\] is -?(nan|inf), which is no finite"
-    ):
-        said(predict, f"{folder} {tmp_path}/p.npz", ranks)
+    data_error(
+        r"p.npz: samples\[1, 1\] is -?(nan|inf), which is no finite",
+        said,
+        predict,
+        f"{folder} {tmp_path}/p.npz",
+        ranks,
+    )
     arrays = to_torch(nnmpi.load(folder).model, np.zeros((1, 3), "f4"))
     first, *_ = arrays
     arrays[first] = np.full_like(arrays[first], np.nan)
     weights = tmp_path / "nan.safetensors"
     save_arrays(weights, arrays)
     for main, words in ((evaluate, ""), (predict, f"{table} --format json"), (predict, f"{table}")):
-        with pytest.raises(DivergenceError, match=r"outputs for \d+ of \d+ samples are not finite"):
-            said(main, f"{folder} {words} --weights {weights}", ranks)
+        refuses(
+            DivergenceError,
+            r"outputs for \d+ of \d+ samples are not finite",
+            said,
+            main,
+            f"{folder} {words} --weights {weights}",
+            ranks,
+        )
     assert not (folder / "evaluation.json").exists()
 
 
@@ -295,8 +317,14 @@ def test_a_loss_that_overflows_is_said(tmp_path, run, said):
         rows = "".join(f"{i},{i * factor}\n" for i in range(1, 31))
         (tmp_path / f"{name}.csv").write_text(f"a,y\n{rows}")
     folder, _ = run(f"--dataset {tmp_path}/n.csv --loss mse --model mlp --hidden 4")
-    with pytest.raises(DivergenceError, match="the loss on big is inf: its targets are too far"):
-        said(evaluate, f"{folder} --dataset {tmp_path}/big.csv", 2)
+    refuses(
+        DivergenceError,
+        "the loss on big is inf: its targets are too far",
+        said,
+        evaluate,
+        f"{folder} --dataset {tmp_path}/big.csv",
+        2,
+    )
     report([str(folder)])
 
 
@@ -336,8 +364,7 @@ def test_a_run_keeps_the_rules_of_its_table(tmp_path, run, said):
     assert both[:2] == [f"file,{header}", f"{data},{first}"] and both[-1].startswith(str(other))
     assert len(both) == 62
     other.write_text("kind,size,note,leaf\nash,1,green,TRUE\n")
-    with pytest.raises(DataError, match=r"other\.csv has no column 'when'"):
-        said(predict, f"{folder} {other}")
+    data_error(r"other\.csv has no column 'when'", said, predict, f"{folder} {other}")
 
 
 def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(tmp_path, capfd):
@@ -356,8 +383,7 @@ def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(tmp_pat
         right = run.predict(given)
         for same in (given.tolist(), [*given], given.astype(object).tolist()):
             np.testing.assert_array_equal(run.predict(same), right)
-    with pytest.raises(DataError, match="5 columns; the model needs a, b, c, d"):
-        run.predict([[1, 2, 3, 4, 5]])
+    data_error("5 columns; the model needs a, b, c, d", run.predict, [[1, 2, 3, 4, 5]])
     # numbers of classes with names
     named = [
         "a,b,c,d,y",
@@ -408,8 +434,9 @@ def test_a_table_of_pixels_is_images(tmp_path, run, said):
     table = said(predict, f"{folder} {data}").splitlines()
     images = said(predict, f"{folder} {tmp_path / 'digits'}").splitlines()
     assert [line.partition(",")[2] for line in images[1:]] == [table[4], table[6]]
-    with pytest.raises(UsageError, match="has neither tables nor images"):
-        said(predict, f"{folder} {folder / 'checkpoints'}")
+    usage_error(
+        "has neither tables nor images", said, predict, f"{folder} {folder / 'checkpoints'}"
+    )
 
 
 def test_what_cannot_be_used(tmp_path, run, said):
@@ -434,8 +461,7 @@ def test_what_cannot_be_used(tmp_path, run, said):
         (predict, f"{folder} {tmp_path}/gone.npz", UsageError, "there is no file"),
         (evaluate, f"{tmp_path}", UsageError, "there is no run"),
     ):
-        with pytest.raises(kind, match=sentence):
-            said(main, words, 2)
+        refuses(kind, sentence, said, main, words, 2)
 
 
 def test_weights_go_to_pytorch_and_come_back(tmp_path, run, said):
@@ -453,14 +479,23 @@ def test_weights_go_to_pytorch_and_come_back(tmp_path, run, said):
     said(export, again)
     there, back = (read_torch(tmp_path / f"{name}.safetensors") for name in ("there", "again"))
     assert there.keys() == back.keys() and all((there[name] == back[name]).all() for name in there)
-    with pytest.raises(
-        UsageError, match=r"missing/there cannot be written \(No such file or directory\)"
-    ):
-        said(export, f"{folder} --out {tmp_path}/missing/there")
-    with pytest.raises(UsageError, match=r"net\.pt must end in \.safetensors"):
-        said(export, f"{folder} --out {tmp_path}/net.pt")
-    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        said(evaluate, f"{folder} --weights {folder}/config.json", 2)
+    usage_error(
+        r"missing/there cannot be written \(No such file or directory\)",
+        said,
+        export,
+        f"{folder} --out {tmp_path}/missing/there",
+    )
+    usage_error(
+        r"net\.pt must end in \.safetensors", said, export, f"{folder} --out {tmp_path}/net.pt"
+    )
+    refuses(
+        CheckpointError,
+        "cannot be read as safetensors",
+        said,
+        evaluate,
+        f"{folder} --weights {folder}/config.json",
+        2,
+    )
 
 
 def test_the_folder_says_how_it_came_about(tmp_path, said, monkeypatch):

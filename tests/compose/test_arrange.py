@@ -14,6 +14,7 @@ from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
 from nnmpi.parallel.zero.storage import predict_bytes
 from tests.equivalence.own import skipping
+from tests.harness.refusals import usage_error
 from tests.worker_options import arranged, work
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
@@ -228,8 +229,10 @@ class Named(Module):
 @pytest.mark.simulated(min_size=2, max_size=2)
 def test_what_is_no_tensor_is_not_measured(group):
     model = nn.Sequential(nn.Linear(2, 2), Named(), nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="a layer returned an instance of dict, .*; give split"):
-        arrange(model, group, Layout(pp=2), np.zeros((1, 2), np.float32))
+    usage_error(
+        "a layer returned an instance of dict, .*; give split",
+        lambda: arrange(model, group, Layout(pp=2), np.zeros((1, 2), np.float32)),
+    )
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
@@ -344,11 +347,9 @@ def test_a_batch_norm_in_two_stages_is_refused(group):
     ],
 )
 def test_what_makes_no_sense_is_refused(options, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        Layout(**options)
+    usage_error(sentence, Layout, **options)
 
 
 @pytest.mark.parametrize("wrong", ["rign", ["ring", "rign"]])
 def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong):
-    with pytest.raises(UsageError, match="allreduce is .*rign.*; it must be one of auto, native"):
-        GradientExchange(wrong)
+    usage_error("allreduce is .*rign.*; it must be one of auto, native", GradientExchange, wrong)

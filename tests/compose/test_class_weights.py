@@ -22,6 +22,7 @@ from nnmpi import (
 )
 from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import split
+from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import arranged, sgd
 
 WEIGHT = np.array([0.2, 3.0, 0.0, 1.5])
@@ -101,11 +102,15 @@ def test_what_cannot_be_one_mean_is_refused():
     for reduction in ("mean", "sum"):
         with pytest.raises(UsageError, match='reduction="none"'):
             simulated(nn.CrossEntropyLoss(WEIGHT, reduction=reduction))
-    with pytest.raises(UsageError, match="ignores label 3"):
-        simulated(nn.CrossEntropyLoss(reduction="none", ignore_index=3))
+    usage_error(
+        "ignores label 3", lambda: simulated(nn.CrossEntropyLoss(reduction="none", ignore_index=3))
+    )
     asynchronous = partial(AsynchronousWorker, sync=Sync("asp"))
-    with pytest.raises(NnmpiError, match=r"class weights.*synchronous Worker"):
-        simulated(LOSSES["layer"], asynchronous)
+    refuses(
+        NnmpiError,
+        r"class weights.*synchronous Worker",
+        lambda: simulated(LOSSES["layer"], asynchronous),
+    )
 
 
 TOKENS = np.random.default_rng(1).integers(0, 4, (8, 7))
@@ -149,5 +154,4 @@ def test_sharded_classes_are_refused():
         net.sharding = {"1": nn.Sharding.VOCAB}
         arranged(net, group, Layout(tp=2, dp=1), loss=LOSSES["layer"])
 
-    with pytest.raises(UsageError, match=r"this loss would see only part.*Sharding\.COLUMN"):
-        nnmpi.simulate(program, 2)
+    usage_error(r"this loss would see only part.*Sharding\.COLUMN", nnmpi.simulate, program, 2)

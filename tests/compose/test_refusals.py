@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nnmpi import GradientExchange, Group, Layout, Numerics, models, simulate
-from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.base.errors import LayoutError
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
+from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import arranged
 
 GIVEN = {
@@ -34,11 +35,11 @@ def build() -> Module:
 
 @pytest.mark.parametrize("one, other", REFUSED)
 def test_each_pair_is_refused(one, other):
-    with pytest.raises(LayoutError, match=f"{one} cannot be combined with {other}: "):
-        refuse({one: one, other: other})
+    refuses(
+        LayoutError, f"{one} cannot be combined with {other}: ", refuse, {one: one, other: other}
+    )
     if one in GIVEN and other in GIVEN:
-        with pytest.raises(LayoutError, match="cannot be combined with"):
-            Layout(**GIVEN[one] | GIVEN[other])
+        refuses(LayoutError, "cannot be combined with", lambda: Layout(**GIVEN[one] | GIVEN[other]))
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -63,8 +64,7 @@ def test_a_worker_refuses_what_does_not_go_with_its_layout(layout, options, word
     def main(group: Group):
         arranged(build(), group, replace(layout, split=split), **options)
 
-    with pytest.raises(UsageError, match=words):
-        simulate(main, 2)
+    usage_error(words, simulate, main, 2)
 
 
 def test_the_page_shows_the_table():

@@ -33,6 +33,7 @@ from tests.compose.small_runs import BATCHES, build, weights
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import batches, release, tolerance
 from tests.equivalence.reference import build as build_worker
+from tests.harness.refusals import usage_error
 from tests.worker_options import work
 
 pytestmark = pytest.mark.simulated
@@ -85,8 +86,7 @@ def test_a_released_worker_refuses_steps(group, pp):
     batch = next(iter(batches(setup, worker)))
     worker.release()
     release(worker)
-    with pytest.raises(UsageError, match="was released; make a new one"):
-        worker.step(batch)
+    usage_error("was released; make a new one", worker.step, batch)
     group.barrier()
 
 
@@ -161,5 +161,4 @@ def test_a_constructor_that_fails_leaves_nothing(group, fail):
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(3, 3))])
 def test_a_model_is_arranged_once(group, layout):
     where = arrange(small(), group, layout)
-    with pytest.raises(UsageError, match="is arranged already"):
-        arrange(where.model, group, layout)
+    usage_error("is arranged already", arrange, where.model, group, layout)

@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Group, Layout, data, models
-from nnmpi.base.errors import UsageError
+from tests.harness.refusals import usage_error
 from tests.worker_options import arranged
 
 LAYOUTS = [
@@ -64,10 +64,12 @@ def augmented(worker: nnmpi.Worker) -> float:
     ],
 )
 def test_other_rows_within_a_replica_are_refused(give, ranks, options):
-    with pytest.raises(
-        UsageError, match=r"replica were given different rows|ranks differ in batch"
-    ):
-        nnmpi.simulate(lambda group: give(make(group, options)), ranks)
+    usage_error(
+        r"replica were given different rows|ranks differ in batch",
+        nnmpi.simulate,
+        lambda group: give(make(group, options)),
+        ranks,
+    )
 
 
 @pytest.mark.parametrize("ranks, options", [(1, {"sp": 1}), *LAYOUTS])
@@ -92,8 +94,7 @@ def test_rows_without_microbatches_have_no_fixed_order():
         worker = make(group, {"reduction": "fixed"})
         worker.step(*rows(worker, group.rank))
 
-    with pytest.raises(UsageError, match=r"give step the batches of a Loader with rank, world"):
-        nnmpi.simulate(program, 2)
+    usage_error(r"give step the batches of a Loader with rank, world", nnmpi.simulate, program, 2)
 
 
 def test_a_loader_without_this_replicas_part_is_refused():
@@ -102,5 +103,4 @@ def test_a_loader_without_this_replicas_part_is_refused():
         loader = data.Loader(data.Dataset("own", *rows(worker, 0), classes=9), 4, dtype="float64")
         worker.step(next(iter(loader.epoch(0))))
 
-    with pytest.raises(UsageError, match=r"each rank has rows 0-3 of the batch's 4; give every"):
-        nnmpi.simulate(program, 2)
+    usage_error(r"each rank has rows 0-3 of the batch's 4; give every", nnmpi.simulate, program, 2)

@@ -8,13 +8,13 @@ import pytest
 
 import nnmpi
 from nnmpi import Group, Layout, data, models
-from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.lab.verify import main as verify
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import Instruction, Kind
-from tests.harness.refusals import caught
+from tests.harness.refusals import caught, refuses, usage_error
 from tests.worker_options import arranged
 
 TRAINING = ["gpipe", "1f1b", "zero-bubble", "v-half", "pipedream"]
@@ -91,21 +91,23 @@ def late(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
 
 def test_training_needs_backward_passes():
     for pp in ("auto", 2, 3):
-        with pytest.raises(UsageError, match="forward_only has no backward passes, so it would"):
-            Layout(pp=pp, pipeline=forward_only)
-    with pytest.raises(UsageError, match="pipeline inference has no backward passes"):
-        Layout(pp=2, pipeline=schedules.inference)
+        usage_error(
+            "forward_only has no backward passes, so it would", Layout, pp=pp, pipeline=forward_only
+        )
+    usage_error(
+        "pipeline inference has no backward passes", Layout, pp=2, pipeline=schedules.inference
+    )
     made = lower(schedules.make(late, 2, 3))
     check(made)
-    with pytest.raises(ScheduleError, match="there are no backward passes, so it would train"):
-        check(made, trains=True)
+    refuses(
+        ScheduleError, "there are no backward passes, so it would train", check, made, trains=True
+    )
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 def test_backward_passes_are_needed_for_the_microbatches_of_a_step(group):
     """A layout has asked for another number of them."""
-    with pytest.raises(ScheduleError, match="there are no backward passes"):
-        losses(group, late, microbatches=3)
+    refuses(ScheduleError, "there are no backward passes", losses, group, late, microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["forward_only", "pipedream"])
@@ -117,5 +119,4 @@ def test_verify_refuses_by_instructions(schedule):
     )
     words = f"--model mlp --shape 6 --pp 2 --pipeline {name}".split()
     sentence = "no backward passes" if schedule != "pipedream" else "stale weights"
-    with pytest.raises(UsageError, match=sentence):
-        nnmpi.simulate(lambda group: verify(words, group), 2)
+    usage_error(sentence, nnmpi.simulate, lambda group: verify(words, group), 2)

@@ -13,7 +13,7 @@ from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.data import Loader
 from tests.compose.small_runs import dataset
 from tests.equivalence.reference import Setup, build
-from tests.harness.refusals import told
+from tests.harness.refusals import refuses, told, usage_error
 from tests.worker_options import arranged, sgd, work
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
@@ -147,8 +147,7 @@ def test_a_part_of_a_model_needs_its_arrangement(group, axis):
     where = make(group, Layout(**{"dp": 1, axis: group.size})).arrangement
     if group.size == 1:
         return
-    with pytest.raises(UsageError, match="give the Worker the arrangement that made it"):
-        work(where.model, group)
+    usage_error("give the Worker the arrangement that made it", work, where.model, group)
 
 
 @pytest.mark.simulated(check=False)  # the other stage waits for nobody
@@ -255,8 +254,7 @@ def test_what_is_no_batch_is_refused(step, text):
     def main(group: Group):
         step(make(group, Layout()), SAMPLE)
 
-    with pytest.raises((UsageError, ShapeError), match=text):
-        nnmpi.simulate(main, ranks=1)
+    refuses((UsageError, ShapeError), text, nnmpi.simulate, main, ranks=1)
 
 
 @pytest.mark.simulated(max_size=4)
@@ -428,8 +426,12 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout, again):
         for found in nnmpi.simulate(lambda group: program(group, layout), 2):
             assert found == pytest.approx(serial, rel=1e-5)
     else:
-        with pytest.raises(UsageError, match="is sharded over ranks|only some of the model's"):
-            nnmpi.simulate(lambda group: program(group, layout), 2)
+        usage_error(
+            "is sharded over ranks|only some of the model's",
+            nnmpi.simulate,
+            lambda group: program(group, layout),
+            2,
+        )
 
 
 @pytest.mark.host_only("cores that are idle beside a device are not named")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import DataError, UsageError
 from nnmpi.base.files import read_bytes
 from nnmpi.data import catalogue
 from nnmpi.data.catalogue import Source, download, load, prepare
 from tests.data.locked import lock
+from tests.harness.refusals import data_error, usage_error
 
 
 def test_iris_is_the_known_table():
@@ -53,10 +53,7 @@ def test_nodes_that_share_a_folder_download_once_then_load(site, monkeypatch, id
             Source(f"{name}.gz", mirrors, len(packed), hashlib.sha256(packed).hexdigest())
         )
     monkeypatch.setitem(catalogue.SOURCES, "mnist", tuple(sources))
-    with pytest.raises(
-        DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"
-    ):
-        load("mnist")
+    data_error(r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)", load, "mnist")
     text = []
     with ThreadPoolExecutor(4) as pool:
         result = list(pool.map(lambda _: prepare("mnist", report=text.append), range(4)))
@@ -80,8 +77,10 @@ def test_what_is_wrong_sends_to_the_next_mirror(site, tmp_path, monkeypatch, con
     monkeypatch.setattr(catalogue, "STALL_S", 0.5)
     mirrors = site.put("/a/file.bin", content, manner), site.put("/b/file.bin", CONTENT)
     source = Source("file.bin", mirrors, len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
-    with pytest.raises(DataError, match=r"file.bin \(512000 bytes\) could not be downloaded"):
-        download(replace(source, mirrors=mirrors[:1]), tmp_path)
+    data_error(
+        r"file.bin \(512000 bytes\) could not be downloaded",
+        lambda: download(replace(source, mirrors=mirrors[:1]), tmp_path),
+    )
     assert download(source, tmp_path).read_bytes() == CONTENT
     assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
     assert site.requests == ["/a/file.bin"] * 2 + ["/b/file.bin"]
@@ -91,28 +90,20 @@ def test_what_is_wrong_sends_to_the_next_mirror(site, tmp_path, monkeypatch, con
 def test_what_cannot_be_read_is_one_sentence(function, tmp_path, monkeypatch):
     for name, expected in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
         for folder in (tmp_path, tmp_path / "none"):
-            with pytest.raises(
-                UsageError, match=f"data_dir {folder} lacks .*; it needs {expected}"
-            ):
-                function(name, folder)
+            usage_error(f"data_dir {folder} lacks .*; it needs {expected}", function, name, folder)
     for name in ("iris", "digits", "table.csv"):
-        with pytest.raises(UsageError, match="leave out data_dir"):
-            function(name, tmp_path)
+        usage_error("leave out data_dir", function, name, tmp_path)
     for given in (("~no-such-user/x.csv",), ("mnist", "~no-such-user/x.csv")):
-        with pytest.raises(
-            UsageError, match="the system has no home folder ~no-such-user; give the full path$"
-        ):
-            function(*given)
+        usage_error(
+            "the system has no home folder ~no-such-user; give the full path$", function, *given
+        )
     reason = r"cannot be read \(Permission denied\); make it readable, or give another$"
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     lock(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match=rf"^data_dir {tmp_path} {reason}"):
-        function("mnist", tmp_path)
-    with pytest.raises(UsageError, match=rf"^the folder for downloads {tmp_path}/mnist {reason}"):
-        function("mnist")
+    usage_error(rf"^data_dir {tmp_path} {reason}", function, "mnist", tmp_path)
+    usage_error(rf"^the folder for downloads {tmp_path}/mnist {reason}", function, "mnist")
     for path in (tmp_path / "x.csv", tmp_path):
-        with pytest.raises(UsageError, match=rf"^data set '{path}' {reason}"):
-            load(str(path))
+        usage_error(rf"^data set '{path}' {reason}", load, str(path))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +126,7 @@ def test_what_cannot_be_read_is_one_sentence(function, tmp_path, monkeypatch):
 )
 def test_unknown_name_is_a_usage_error(name, text):
     for function in (load, prepare):
-        with pytest.raises(UsageError, match=text):
-            function(name)
+        usage_error(text, function, name)
 
 
 def test_csv_and_npz_by_path(tmp_path):
@@ -150,8 +140,9 @@ def test_csv_and_npz_by_path(tmp_path):
 
 def test_other_kinds_of_file_are_refused(tmp_path):
     (tmp_path / "a.json").touch()
-    with pytest.raises(UsageError, match=r"a\.json: \.json files are not read; .*read_json\("):
-        load(str(tmp_path / "a.json"))
+    usage_error(
+        r"a\.json: \.json files are not read; .*read_json\(", load, str(tmp_path / "a.json")
+    )
 
 
 def test_images_that_lie_in_no_folder_of_a_class(tmp_path):
@@ -161,16 +152,16 @@ def test_images_that_lie_in_no_folder_of_a_class(tmp_path):
         file.parent.mkdir(parents=True)
         file.touch()
         (tmp_path / str(number) / "train.csv").write_text("id,label\n1,2\n")
-        with pytest.raises(
-            UsageError, match=f"{name} is not in a folder of images per class .*convert.*Loader"
-        ):
-            load(str(tmp_path / str(number)))
+        usage_error(
+            f"{name} is not in a folder of images per class .*convert.*Loader",
+            load,
+            str(tmp_path / str(number)),
+        )
 
 
 def test_folder_of_tables(tmp_path):
     (tmp_path / "train.csv").write_text("1,a\n2,b\n")
-    with pytest.raises(UsageError, match="has neither"):
-        load(str(tmp_path))
+    usage_error("has neither", load, str(tmp_path))
     (tmp_path / "test.csv.gz").write_bytes(gzip.compress(b"3,b\n"))
     train, test = load(str(tmp_path))
     assert (train.name, len(train), test.y.tolist()) == (tmp_path.name, 2, [1])
@@ -206,10 +197,10 @@ def test_real_subset_of_cifar10(real_data):
 
 def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "table.csv")
-    with pytest.raises(UsageError, match="is neither an ordinary file nor a folder"):
-        load(str(tmp_path / "table.csv"))
-    with pytest.raises(DataError, match=r"table\.csv: cannot be read .not an ordinary file"):
-        read_bytes(tmp_path / "table.csv")
+    usage_error("is neither an ordinary file nor a folder", load, str(tmp_path / "table.csv"))
+    data_error(
+        r"table\.csv: cannot be read .not an ordinary file", read_bytes, tmp_path / "table.csv"
+    )
 
 
 def test_another_table_numbers_its_classes_as_the_training_table(tmp_path):
@@ -220,7 +211,10 @@ def test_another_table_numbers_its_classes_as_the_training_table(tmp_path):
     train, _ = load(str(tmp_path / "train.csv"))
     for part in load(str(tmp_path / "other.csv"), class_names=train.class_names):
         assert part.class_names == ("x", "y", "z") and set(part.y.tolist()) <= {0, 2}
-    with pytest.raises(DataError, match="label 'y' is not among the training labels"):
-        load(str(tmp_path / "train.csv"), class_names=["x", "z"])
-    with pytest.raises(UsageError, match="leave class_names out"):
-        load("digits", class_names=train.class_names)
+    data_error(
+        "label 'y' is not among the training labels",
+        load,
+        str(tmp_path / "train.csv"),
+        class_names=["x", "z"],
+    )
+    usage_error("leave class_names out", load, "digits", class_names=train.class_names)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import Dataset
 from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
+from tests.harness.refusals import data_error, usage_error
 
 
 def table(folder: Path, text: str, predicts="any", **rules) -> Dataset:
@@ -62,10 +62,7 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path):
         "texts that training has not seen, as if missing: 'd' in sex",
     )
     other.write_text("age,sex,member,seen,income\n1,f,1,soon,2\n")
-    with pytest.raises(
-        DataError, match=r"column 4 \(seen\): 'soon' is no date, as other cells of the column"
-    ):
-        read_other()
+    data_error(r"column 4 \(seen\): 'soon' is no date, as other cells of the column", read_other)
 
 
 @pytest.mark.parametrize(
@@ -128,22 +125,35 @@ def test_texts_that_are_nearly_all_different_are_left_out_and_said(tmp_path):
         " from words: text_columns=['2'] target='k'",
     )
     assert table(tmp_path, text, drop=("name", "2")).notes == ()
-    with pytest.raises(DataError, match="no column is left to learn from; left out, with too"):
-        table(tmp_path, text, drop=("v",))
+    data_error(
+        "no column is left to learn from; left out, with too", table, tmp_path, text, drop=("v",)
+    )
     few = "".join(f"n{i % int(TEXTS_SHARE * 80)},{i % 2}\n" for i in range(80))
     assert table(tmp_path, f"name,k\n{few}").sample_shape == (20,)
-    with pytest.raises(
-        UsageError, match="has no column 'nam'; its first line is name, from, where"
-    ):
-        table(tmp_path, text, drop=("nam",))
+    usage_error(
+        "has no column 'nam'; its first line is name, from, where",
+        table,
+        tmp_path,
+        text,
+        drop=("nam",),
+    )
 
 
 def test_advice_of_another_target(tmp_path):
     rows = "".join(f"{i / 7},n{i % 2},car {i}\n" for i in range(50))
-    with pytest.raises(DataError, match="50 different labels in 50 rows.*such as target='make'"):
-        table(tmp_path, f"mpg,make,name\n{rows}")
-    with pytest.raises(DataError, match="'car 0' is not a finite number; .*predicts='classes'"):
-        table(tmp_path, f"mpg,make,name\n{rows}", predicts="quantities")
+    data_error(
+        "50 different labels in 50 rows.*such as target='make'",
+        table,
+        tmp_path,
+        f"mpg,make,name\n{rows}",
+    )
+    data_error(
+        "'car 0' is not a finite number; .*predicts='classes'",
+        table,
+        tmp_path,
+        f"mpg,make,name\n{rows}",
+        predicts="quantities",
+    )
     few = "".join(f"{i / 7},car {i % 20}\n" for i in range(50))
     assert table(tmp_path, f"mpg,name\n{few}").classes == 20
 
@@ -173,14 +183,17 @@ def test_pixels_become_images(tmp_path):
     other = tmp_path / "o.csv"
     other.write_text("p\n1 2 3 0.5\n")
     rules = TableRules(sample_shape=(2, 2, 1), encoding=data.encoding, as_bytes=True)
-    with pytest.raises(DataError, match="line 2: a pixel is none of 0..255"):
-        read_csv(other, rules, labelled=False)
+    data_error("line 2: a pixel is none of 0..255", read_csv, other, rules, labelled=False)
     other.write_text("p\n1 2 3\n")
-    with pytest.raises(DataError, match="'1 2 3' is not a list of 4 numbers"):
-        read_csv(other, rules, labelled=False)
+    data_error("'1 2 3' is not a list of 4 numbers", read_csv, other, rules, labelled=False)
     text = "use,a,b,c,d,k\ntrain,0,1,2,255,x\ntest,9,8,7,6,y\n"
-    with pytest.raises(UsageError, match=r"6 features, but samples of 2 x 2 x 1 .*drop=\['use'\]"):
-        table(tmp_path, text, sample_shape=(2, 2, 1))
+    usage_error(
+        r"6 features, but samples of 2 x 2 x 1 .*drop=\['use'\]",
+        table,
+        tmp_path,
+        text,
+        sample_shape=(2, 2, 1),
+    )
     floats = table(tmp_path, "a,b,k\n0.5,1,x\n1,2,y\n", sample_shape=(1, 2, 1))
     assert floats.x.dtype == np.float32
 

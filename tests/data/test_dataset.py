@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
+from tests.harness.refusals import data_error, usage_error
 
 
 def table(n: int, classes: int = 3) -> Dataset:
@@ -69,13 +69,11 @@ Y = np.zeros(3, np.int64)
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(x, y, classes, sentence):
-    with pytest.raises(DataError, match=f"made up.*: .*{sentence}"):
-        Dataset("made up", x, y, classes)
+    data_error(f"made up.*: .*{sentence}", Dataset, "made up", x, y, classes)
 
 
 def test_each_class_has_a_name():
-    with pytest.raises(DataError, match="1 class names for 2 classes"):
-        Dataset("made up", X, Y, 2, class_names=("one",))
+    data_error("1 class names for 2 classes", Dataset, "made up", X, Y, 2, class_names=("one",))
 
 
 @pytest.mark.parametrize(
@@ -122,21 +120,20 @@ def test_split_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
 def test_split_refuses_fractions_without_sense(fraction):
-    with pytest.raises(UsageError, match="test_fraction is"):
-        split(table(10), fraction, 0)
+    usage_error("test_fraction is", lambda: split(table(10), fraction, 0))
 
 
 def test_split_refuses_a_single_sample():
-    with pytest.raises(DataError, match="1 samples cannot be split"):
-        split(table(1), 0.5, 0)
+    data_error("1 samples cannot be split", lambda: split(table(1), 0.5, 0))
 
 
 def test_pair_must_have_samples_of_one_shape():
     wide = Dataset("wide", np.zeros((3, 5), np.float32), np.zeros(3, np.int64), 1)
-    with pytest.raises(DataError, match=r"shape \(2,\).*shape \(5,\)"):
-        check_pair(table(3), wide)
-    with pytest.raises(DataError, match="test part has no samples"):
-        check_pair(table(3), table(3).take(np.array([], np.int64)))
+    data_error(r"shape \(2,\).*shape \(5,\)", lambda: check_pair(table(3), wide))
+    data_error(
+        "test part has no samples",
+        lambda: check_pair(table(3), table(3).take(np.array([], np.int64))),
+    )
 
 
 def test_tokens_stay_whole_numbers_and_labels_may_be_several():

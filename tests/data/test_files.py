@@ -8,6 +8,7 @@ import pytest
 from nnmpi.backend.jit.build import kernels_folder
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import cache_folder, locked
+from tests.harness.refusals import usage_error
 
 
 def test_variable_names_the_folder(monkeypatch):
@@ -52,8 +53,7 @@ def test_a_folder_of_somebody_else_is_no_cache(monkeypatch, tmp_path):
     theirs = kernels_folder()
     for folder in (theirs, theirs.parent):
         os.chown(folder, 12345, -1)
-        with pytest.raises(UsageError, match=rf"{folder} belongs to another user"):
-            kernels_folder()
+        usage_error(rf"{folder} belongs to another user", kernels_folder)
         os.chown(folder, 0, -1)
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "shared"))
     assert kernels_folder().stat().st_mode & 0o777 == 0o700
@@ -66,13 +66,9 @@ def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    with pytest.raises(UsageError, match=r"NNMPI_DATA"):
-        cache_folder()
+    usage_error(r"NNMPI_DATA", cache_folder)
     monkeypatch.setenv("NNMPI_DATA", "~no-such-user/data")
-    with pytest.raises(
-        UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system has no home folder"
-    ):
-        cache_folder()
+    usage_error(r"^\$NNMPI_DATA ~no-such-user/data: the system has no home folder", cache_folder)
 
 
 def test_lock_lets_one_in_at_a_time(tmp_path):

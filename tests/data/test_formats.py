@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import DataError
 from nnmpi.data import Dataset, load
 from nnmpi.data.columns import plain as plain_rules
 from nnmpi.data.images import (
@@ -29,6 +28,7 @@ from nnmpi.data.images import (
 from nnmpi.data.tables import TableRules, load_npz, read_csv, read_samples, to_dataset
 from nnmpi.data.text import read_documents
 from tests.data.locked import lock
+from tests.harness.refusals import data_error
 
 Damage = Callable[[bytes], bytes]
 
@@ -71,8 +71,13 @@ def test_test_table_takes_the_classes_of_the_training_table(tmp_path):
     assert (test.y.tolist(), test.classes) == ([1, 3], 4)
     assert table(tmp_path, "5,7.0\n", class_names=("7", "8")).y.tolist() == [0]
     for label, names in (("d", train.class_names), ("9", ("7", "8")), ("x", ("7", "8"))):
-        with pytest.raises(DataError, match=f"label '{label}' is not among the training labels"):
-            table(tmp_path, f"5,{label}\n", class_names=names)
+        data_error(
+            f"label '{label}' is not among the training labels",
+            table,
+            tmp_path,
+            f"5,{label}\n",
+            class_names=names,
+        )
 
 
 def test_quotes_windows_lines_and_byte_order_mark(tmp_path):
@@ -107,19 +112,25 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path):
     ],
 )
 def test_damaged_table_names_line_and_column(tmp_path, text, message):
-    with pytest.raises(DataError, match=rf"t\.csv.*{message}"):
-        table(tmp_path, text)
+    data_error(rf"t\.csv.*{message}", table, tmp_path, text)
 
 
 def test_quantities_and_unlabelled_tables(tmp_path):
     assert table(tmp_path, "1,0.5\n1,3\n", predicts="any").y.tolist() == [0.5, 3]
     assert table(tmp_path, "1,0\n1,3\n", predicts="quantities").y.dtype == np.float32
-    with pytest.raises(DataError, match="line 2: the target 'x' is not a finite number"):
-        table(tmp_path, "1,0\n1,x\n", predicts="quantities")
+    data_error(
+        "line 2: the target 'x' is not a finite number",
+        table,
+        tmp_path,
+        "1,0\n1,x\n",
+        predicts="quantities",
+    )
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
     assert table(tmp_path, "a,b\nTRUE,x\nfalse,y\n").x.tolist() == [[1], [0]]
-    with pytest.raises(DataError, match="3 columns; the model needs 1, 2, 3, 4, 5"):
-        read_csv([[1, 2, 3]], TableRules(encoding=plain_rules((), 5)), labelled=False)
+    data_error(
+        "3 columns; the model needs 1, 2, 3, 4, 5",
+        lambda: read_csv([[1, 2, 3]], TableRules(encoding=plain_rules((), 5)), labelled=False),
+    )
 
 
 # ---- npz ----
@@ -202,8 +213,7 @@ class Trap:
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, text):
-    with pytest.raises(DataError, match=text):
-        pair(tmp_path, **arrays)
+    data_error(text, pair, tmp_path, **arrays)
 
 
 def rewritten(content: bytes, **options: int) -> bytes:
@@ -243,8 +253,7 @@ def test_damaged_archive_is_named(tmp_path, damage):
     pair(tmp_path, x=X, y=Y)
     path = tmp_path / "a.npz"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=r"a\.npz: (not a complete \.npz|holds)"):
-        load_npz(path, "a")
+    data_error(r"a\.npz: (not a complete \.npz|holds)", load_npz, path, "a")
 
 
 def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
@@ -264,8 +273,7 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
         (100, lambda: read_idx(tmp_path / "images.gz", 1)),
         (100, lambda: load_npz(tmp_path / "b.npz", "b")),
     ):
-        with pytest.raises(DataError, match=f"unpacks to more than {times} times its size"):
-            read()
+        data_error(f"unpacks to more than {times} times its size", read)
     np.savez_compressed(tmp_path / "c.npz", x=X, y=Y, junk=np.zeros(2**22))  # of which nobody asks
     assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
 
@@ -275,8 +283,7 @@ def test_an_archive_within_the_archive_is_not_unpacked(tmp_path):
     path = archive(tmp_path, test_batch=bytes(RECORD), data_batch_1=bytes(RECORD))
     assert len(load_cifar(path, "cifar")[0]) == 1
     path.write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(DataError, match="not a complete tar archive"):
-        load_cifar(path, "cifar")
+    data_error("not a complete tar archive", load_cifar, path, "cifar")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl"])
@@ -290,11 +297,9 @@ def test_heaps_of_nothing_end_early(tmp_path, monkeypatch, name):
     file.write_text(good + "\n" * 1000 + good)
     read()
     file.write_text(good + " \n" * 1001 + good if name == "a.txt" else good + "\n" * 1001 + good)
-    with pytest.raises(DataError, match="more than 1,000 blank lines in a row"):
-        read()
+    data_error("more than 1,000 blank lines in a row", read)
     file.write_text("1" * 1001 + "\n")
-    with pytest.raises(DataError, match="a line of more than 1,000 characters"):
-        read()
+    data_error("a line of more than 1,000 characters", read)
 
 
 def test_images_of_far_more_pixels_than_bytes_are_refused(tmp_path, monkeypatch):
@@ -303,21 +308,18 @@ def test_images_of_far_more_pixels_than_bytes_are_refused(tmp_path, monkeypatch)
     monkeypatch.setattr("nnmpi.base.files.UNPACKED_BYTES", 2**16)
     file = tmp_path / "1.png"
     images.fromarray(np.zeros((2000, 2000), np.uint8)).save(file)
-    with pytest.raises(DataError, match="unpacks to more than 100 times its size"):
-        read_image(file, (8, 8, 1))
+    data_error("unpacks to more than 100 times its size", read_image, file, (8, 8, 1))
     monkeypatch.setattr("nnmpi.base.files.UNPACKED", 1)
     for number in range(9):
         place = tmp_path / "all" / f"{number % 2}" / f"{number}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         images.fromarray(np.zeros((90, 90), np.uint8)).save(place)
-    with pytest.raises(DataError, match="all unpacks to more than 1 times its size"):
-        load_classes(tmp_path / "all", "all")
+    data_error("all unpacks to more than 1 times its size", load_classes, tmp_path / "all", "all")
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     lock(tmp_path, monkeypatch)
-    with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):
-        load_npz(tmp_path / "a.npz", "a")
+    data_error(r"a\.npz: cannot be read \(Permission denied\)", load_npz, tmp_path / "a.npz", "a")
 
 
 # ---- IDX ----
@@ -355,8 +357,7 @@ def test_images_and_labels_come_as_they_are(idx_folder, idx_parts):
 def test_damaged_idx_is_named(tmp_path, idx_parts, suffix, damage, text):
     path, content = tmp_path / f"damaged{suffix}", damage(idx_parts[IMAGES])
     path.write_bytes(gzip.compress(content) if suffix else content)
-    with pytest.raises(DataError, match=f"{path}.*{text}"):
-        read_idx(path, 3)
+    data_error(f"{path}.*{text}", read_idx, path, 3)
 
 
 @pytest.mark.parametrize(
@@ -371,8 +372,7 @@ def test_damaged_idx_is_named(tmp_path, idx_parts, suffix, damage, text):
 )
 def test_damaged_gz_is_named(tmp_path, idx_parts, damage):
     (tmp_path / "damaged.gz").write_bytes(damage(gzip.compress(idx_parts[IMAGES])))
-    with pytest.raises(DataError, match="damaged.gz: not a complete gz file"):
-        read_idx(tmp_path / "damaged.gz", 3)
+    data_error("damaged.gz: not a complete gz file", read_idx, tmp_path / "damaged.gz", 3)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +387,7 @@ def test_damaged_gz_is_named(tmp_path, idx_parts, damage):
 )
 def test_labels_must_fit_the_images(idx_folder, idx_parts, labels, text):
     (idx_folder / LABELS).write_bytes(labels(idx_parts[LABELS]))
-    with pytest.raises(DataError, match=text):
-        load_idx(idx_folder, "made up", tuple("0123456789"))
+    data_error(text, lambda: load_idx(idx_folder, "made up", tuple("0123456789")))
 
 
 # ---- CIFAR-10 ----
@@ -473,8 +472,7 @@ def test_archive_gives_the_same_as_the_folder(cifar, tmp_path_factory):
 )
 def test_damaged_batch_is_named(cifar, name, content, text):
     (cifar / name).write_bytes(content)
-    with pytest.raises(DataError, match=text):
-        load_cifar(cifar, "cifar10")
+    data_error(text, load_cifar, cifar, "cifar10")
 
 
 @pytest.mark.parametrize(
@@ -488,10 +486,11 @@ def test_damaged_batch_is_named(cifar, name, content, text):
 def test_damaged_cifar_archive_is_named(tmp_path, damage):
     path = archive(tmp_path, data_batch_1=records([1] * 9), test_batch=records([2]))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=r"tar\.gz: (not a complete|the file is empty)"):
-        load_cifar(path, "cifar10")
-    with pytest.raises(DataError, match=r"needs test_batch.bin .* has \['data_batch_1'\]"):
-        load_cifar(archive(tmp_path, data_batch_1=records([1])), "cifar10")
+    data_error(r"tar\.gz: (not a complete|the file is empty)", load_cifar, path, "cifar10")
+    data_error(
+        r"needs test_batch.bin .* has \['data_batch_1'\]",
+        lambda: load_cifar(archive(tmp_path, data_batch_1=records([1])), "cifar10"),
+    )
 
 
 # ---------------------------------------------------------------- folders of images
@@ -525,13 +524,11 @@ def test_a_folder_for_each_class(tmp_path):
     assert train.x[:, 0, 0, 0].tolist() == [c + i for c in (20, 50, 90) for i in range(3)]
     assert test.x.shape == (3, 4, 6, 3) and test.y.tolist() == [2, 2, 2] and test.scale == 1 / 255
     drawn(tmp_path / "two/val", {"strange": 90}, (5, 5))
-    with pytest.raises(
-        DataError, match="class 'strange' of the test part is not in the training part"
-    ):
-        load(str(tmp_path / "two"))
+    data_error(
+        "class 'strange' of the test part is not in the training part", load, str(tmp_path / "two")
+    )
     (tmp_path / "plain/cat/1.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"cat/1\.png.*cannot be read as an image"):
-        load(str(tmp_path / "plain"))
+    data_error(r"cat/1\.png.*cannot be read as an image", load, str(tmp_path / "plain"))
 
 
 def test_images_of_16_bits_keep_their_values(tmp_path):
@@ -547,19 +544,16 @@ def test_images_of_16_bits_keep_their_values(tmp_path):
     assert x.shape == (6, 4, 4, 1) and parts[0].class_names == ("bright", "dim")
     assert sorted({*x.flatten().tolist()}) == [10, 255]
     images.fromarray(np.full((4, 4), 70000, np.int32)).save(tmp_path / "dim" / "3.tif")
-    with pytest.raises(DataError, match=r"3\.tif has 32-bit pixels, .*; save it with 8"):
-        load(str(tmp_path))
+    data_error(r"3\.tif has 32-bit pixels, .*; save it with 8", load, str(tmp_path))
     images.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "dim" / "3.tif")
-    with pytest.raises(DataError, match="floating-point pixels, whose white is unknown"):
-        load(str(tmp_path))
+    data_error("floating-point pixels, whose white is unknown", load, str(tmp_path))
 
 
 def test_every_folder_beside_classes_is_one_or_is_named(tmp_path):
     drawn(tmp_path, {"cat": 10, "dog": 200, ".cache": 1, "__MACOSX": 1}, (4, 4))
     assert load(str(tmp_path))[0].class_names == ("cat", "dog")
     (tmp_path / "owl/more").mkdir(parents=True)
-    with pytest.raises(DataError, match="owl has no images, but other folders beside it have"):
-        load(str(tmp_path))
+    data_error("owl has no images, but other folders beside it have", load, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Test", "valid", "Validation", "eval", "dev", "holdout"])
@@ -576,18 +570,15 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     images = pytest.importorskip("PIL.Image")
     drawn(tmp_path / "train", {"cat": 10, "dog": 200}, (4, 4))
     drawn(tmp_path / "extra", {"cat": 10}, (4, 4))
-    with pytest.raises(DataError, match="extra has images beside train/, .*; call it test, or"):
-        load(str(tmp_path))
+    data_error("extra has images beside train/, .*; call it test, or", load, str(tmp_path))
     (tmp_path / "extra").rename(tmp_path / "test")
     dog = tmp_path / "train/dog"
     (dog / "._0.png").write_text("macOS leaves such files")
     drawn(dog, {"more": 10}, (4, 4))
-    with pytest.raises(DataError, match="dog/more would be left out of the class 'dog'"):
-        load(str(tmp_path))
+    data_error("dog/more would be left out of the class 'dog'", load, str(tmp_path))
     (dog / "more").rename(tmp_path / "elsewhere")
     (dog / "1.HEIC").write_text("a phone's photo")
-    with pytest.raises(DataError, match=r"dog/1\.HEIC would be left out .*; move or convert it"):
-        load(str(tmp_path))
+    data_error(r"dog/1\.HEIC would be left out .*; move or convert it", load, str(tmp_path))
     (dog / "1.HEIC").unlink()
     stroke = np.zeros((4, 4, 4), np.uint8)
     stroke[0, :, 3] = 255, 255, 0, 0
@@ -596,8 +587,7 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     assert any(np.array_equal(item[:, 0], [0, 0, 255, 255]) for item in row)
     pages = [images.new("L", (4, 4))] * 3
     pages[0].save(dog / "0.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(DataError, match=r"0\.tif has 3 images; save each in a file of its own"):
-        load(str(tmp_path))
+    data_error(r"0\.tif has 3 images; save each in a file of its own", load, str(tmp_path))
 
 
 def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path):
@@ -607,17 +597,24 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path):
         assert [len(part) for part in pair(tmp_path, **parts)] == [20, 7], names
         assert len(read_samples(tmp_path / "a.npz")) == 7
     assert [len(part) for part in pair(tmp_path, x=X, y=Y, x_valid=X, y_valid=Y)] == [20, 20]
-    with pytest.raises(DataError, match="holds train_images, train_labels; needs x and y"):
-        pair(tmp_path, train_images=X, train_labels=Y)
+    data_error(
+        "holds train_images, train_labels; needs x and y",
+        pair,
+        tmp_path,
+        train_images=X,
+        train_labels=Y,
+    )
     pixels = np.random.default_rng(0).random((20, 4, 4))
-    with pytest.raises(DataError, match="up to 1, and x_val holds float64 up to 255; give the im"):
-        pair(
+    data_error(
+        "up to 1, and x_val holds float64 up to 255; give the im",
+        lambda: pair(
             tmp_path,
             x_train=pixels / pixels.max(),
             y_train=Y,
             x_val=np.rint(pixels / pixels.max() * 255),
             y_val=Y,
-        )
+        ),
+    )
     for name, rows in (("Train", 30), ("VAL", 5)):
         file = tmp_path / "tables" / f"{name}.csv"
         file.parent.mkdir(exist_ok=True)
@@ -631,9 +628,9 @@ def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path):
     file.write_text("a,y\n" + "".join(f"{i},{value:.6f}\n" for i, value in enumerate(y)))
     np.savez(tmp_path / "t.npz", x=np.ones((40, 2)), y=y)
     for path, what in ((file, "the target"), (tmp_path / "t.npz", "y")):
-        with pytest.raises(DataError, match=f"{what}: float32 cannot tell its values apart"):
-            load(str(path), predicts="quantities")
-    with pytest.raises(DataError, match="float32 cannot tell"):
-        Dataset("own", np.ones((40, 2)), y, 0)
+        data_error(
+            f"{what}: float32 cannot tell its values apart", load, str(path), predicts="quantities"
+        )
+    data_error("float32 cannot tell", Dataset, "own", np.ones((40, 2)), y, 0)
     file.write_text("a,y\n" + "".join(f"{i},{['none', 'crack'][i % 2]}\n" for i in range(40)))
     assert load(str(file))[0].class_names == ("crack", "none")

@@ -11,6 +11,7 @@ import pytest
 
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import IGNORED, Dataset, Loader
+from tests.harness.refusals import data_error, refuses
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3
@@ -150,8 +151,10 @@ def test_two_tables_number_their_classes_alike(kind):
     assert isinstance(train, Dataset) and isinstance(test, Dataset)
     assert train.y[:2].tolist() == test.y.tolist() and train.classes == test.classes
     assert train.class_names == test.class_names
-    with pytest.raises(DataError, match="a text, .*before the table is split: table.'kind'.*categ"):
-        Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2)
+    data_error(
+        "a text, .*before the table is split: table.'kind'.*categ",
+        lambda: Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2),
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,8 +196,7 @@ def test_two_tables_number_their_classes_alike(kind):
     ],
 )
 def test_what_gives_no_samples_is_refused(source, sentence):
-    with pytest.raises((DataError, UsageError), match=sentence):
-        next(Loader(source, 2).epoch(0))
+    refuses((DataError, UsageError), sentence, lambda: next(Loader(source, 2).epoch(0)))
 
 
 def test_pytorchs_data_sets_and_loaders():
@@ -207,8 +209,7 @@ def test_pytorchs_data_sets_and_loaders():
 @pytest.mark.parametrize("label", [None, float("nan"), "", "NaN"])
 def test_a_row_without_a_label_is_no_class(label):
     frame = Frame({"a": [1.0, 2.0, 3.0], "b": ["u", label, "v"]})
-    with pytest.raises(DataError, match=r"the label in row 2 is missing; .*subset=\['b'\]"):
-        Loader(frame, 3)
+    data_error(r"the label in row 2 is missing; .*subset=\['b'\]", Loader, frame, 3)
 
 
 def used_up():
@@ -248,5 +249,4 @@ def test_a_stop_iteration_is_no_end_of_the_data(source, transform, text, workers
     """An iterator that is used up within an item ended the epoch, with nothing said."""
     loader = Loader(source, 3, shuffle=False, transform=transform, workers=workers)
     for batches in (loader, loader.epoch(0)):
-        with pytest.raises(DataError, match=text):
-            list(batches)
+        data_error(text, list, batches)

@@ -12,6 +12,7 @@ from nnmpi.base.shard import part
 from nnmpi.data import Batch, Compose, Dataset, Flip, Loader, Normalize, Shift
 from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
 from tests.data.conftest import prefetch_threads
+from tests.harness.refusals import usage_error
 
 AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))
 
@@ -236,14 +237,15 @@ def test_transform_that_changes_rows_or_dtype_is_refused():
     ],
 )
 def test_options_without_sense_are_refused(options, text):
-    with pytest.raises(UsageError, match=text):
-        Loader(made_up(), **{"batch_size": 5, **options})
+    usage_error(text, lambda: Loader(made_up(), **{"batch_size": 5, **options}))
 
 
 def test_a_batch_before_the_first_is_refused():
     """Its rows would be the epoch's last ones."""
-    with pytest.raises(UsageError, match="start is -1; give a whole number of at least 0"):
-        Loader(made_up(), 5).epoch(0, start=-1)
+    usage_error(
+        "start is -1; give a whole number of at least 0",
+        lambda: Loader(made_up(), 5).epoch(0, start=-1),
+    )
 
 
 def test_whole_microbatches_have_the_same_shape_on_every_rank():
@@ -361,6 +363,5 @@ def test_a_transform_of_tokens_is_refused():
         lambda: Loader(samples, 2, transform=Shift(1)),
         lambda: setattr(loader, "transform", lambda x, indices, epoch, seed: x),
     ):
-        with pytest.raises(UsageError, match="the samples are tokens, so it would never be called"):
-            give()
+        usage_error("the samples are tokens, so it would never be called", give)
     assert len([*loader]) == 2

@@ -14,6 +14,7 @@ from nnmpi.data.cells import split_words
 from nnmpi.data.dataset import split_indices
 from nnmpi.data.tables import READERS, Table, TableRules, read_csv, to_dataset
 from tests.data.test_items import Frame
+from tests.harness.refusals import data_error, usage_error
 
 
 def write(folder: Path, lines: Sequence[str], name: str = "t.csv") -> Path:
@@ -36,8 +37,7 @@ def other(
 
 
 def refused(folder: Path, match: str, lines: Sequence[str], **options):
-    with pytest.raises(DataError, match=match):
-        full(folder, lines, **options)
+    data_error(match, full, folder, lines, **options)
 
 
 def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[str]:
@@ -112,16 +112,14 @@ def test_another_table_has_a_mark_of_its_own(tmp_path):
     assert first(["v;w", "1,250;2"]) == (1.25, True)
     assert first(["v;w", "1,250;2"], decimal=".") == (1250, False)
     assert first(["v;w", "1,5;2"], earlier) == (1.5, False)
-    with pytest.raises(DataError, match="'1,250' is 1250 or 1.25; name the decimal mark"):
-        first(["v;w", "1,250;2"], earlier)
+    data_error("'1,250' is 1250 or 1.25; name the decimal mark", first, ["v;w", "1,250;2"], earlier)
     rows = [[Decimal("1.500"), "2,5"], ["1,500", np.array(2.5)]]
     read = read_csv(rows, TableRules(encoding=data.encoding), labelled=False)
     assert read.features.tolist() == [[1.5, 2.5]] * 2
     for odd in ({"v": [1, 2], "w": [1]}, [{"v": 1, "w": 2}, {"v": 1}], [1, 2]):
         with pytest.raises(DataError, match="is no table; give a Da.*rows with the same columns$"):
             read_csv(odd, TableRules(encoding=data.encoding), labelled=False)
-    with pytest.raises(DataError, match="has several columns 'v'; rename all but one"):
-        first(["v;w;v", "1,5;2;3"])
+    data_error("has several columns 'v'; rename all but one", first, ["v;w;v", "1,5;2;3"])
     sizes = full(tmp_path, ["v;size;k", "1,5;S;x", "2,5;M;y"])
     assert other(tmp_path, ["v;size", "1,5;0.5"], sizes).features.tolist() == [[1.5, 0, 0]]
 
@@ -147,8 +145,9 @@ def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path):
     refused(
         tmp_path, r"line 2, column 1 \(v\): '1,5' is no number", column(["1,5", "1.5", "2"], ";")
     )
-    with pytest.raises(UsageError, match="decimal='x' is no decimal mark"):
-        full(tmp_path, column(["1"]), decimal="x")
+    usage_error(
+        "decimal='x' is no decimal mark", lambda: full(tmp_path, column(["1"]), decimal="x")
+    )
 
 
 def test_what_may_be_a_list_or_a_number_is_refused(tmp_path):
@@ -192,8 +191,10 @@ def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path):
     prices = read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"]))
     assert to_dataset(prices, "t", predicts="any").classes == 2
     assert to_dataset(prices, "t", predicts="quantities").y.tolist() == [2, 5.5]
-    with pytest.raises(DataError, match="'1 km' is not a finite number"):
-        to_dataset(replace(prices, labels=("1 km", "2 mi")), "t", predicts="quantities")
+    data_error(
+        "'1 km' is not a finite number",
+        lambda: to_dataset(replace(prices, labels=("1 km", "2 mi")), "t", predicts="quantities"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,8 +336,7 @@ def test_booleans_are_one_class_in_any_capitals(tmp_path):
     words = other(tmp_path, ["a,k", "1,True", "2,false"], data, True, target="k")
     for table, names in ((words, ("0", "1")), (ones, data.class_names)):
         assert to_dataset(table, "t", names).y.tolist() == [1, 0]
-    with pytest.raises(DataError, match="'1' is not among the training labels"):
-        to_dataset(ones, "t", ("no", "yes"))
+    data_error("'1' is not among the training labels", to_dataset, ones, "t", ("no", "yes"))
 
 
 def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path):
@@ -374,12 +374,17 @@ def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path):
     colours = ["red,name,y", *(f"{i},{['red', 'sky'][i % 2]},{i % 2}" for i in range(9))]
     assert len(other(tmp_path, ["0,red", "1,sky"], full(tmp_path, colours)).features) == 2
     data = full(tmp_path, lines)
-    with pytest.raises(UsageError, match="no column id; name the label's, target='id'"):
-        other(tmp_path, ["id,city,kind", "1,a,c"], data, labelled=True)
+    usage_error(
+        "no column id; name the label's, target='id'",
+        other,
+        tmp_path,
+        ["id,city,kind", "1,a,c"],
+        data,
+        labelled=True,
+    )
     rules = TableRules(encoding=data.encoding)
     assert len(read_csv([["city", "kind"], ["a", "c"]], rules, False).features) == 2
-    with pytest.raises(DataError, match="3 columns; the model needs city, kind"):
-        read_csv([["a", "c", 1]], rules, False)
+    data_error("3 columns; the model needs city, kind", read_csv, [["a", "c", 1]], rules, False)
 
 
 @pytest.mark.parametrize("third", ["\t\tclass", "\t\tclass meta=1", "", "m\t\tc"])
@@ -407,8 +412,7 @@ def test_columns_are_found_by_their_names_in_any_capitals(tmp_path):
     assert bare.features.tolist() == [[2, 1], [3, 4]]
     assert bare.notes == ("the columns are taken in the order of the training table",)
     for header in ("H,weight", "height,weight", "h,h2"):
-        with pytest.raises(DataError, match="the model needs h, W"):
-            second(tmp_path, [header, "1,2", "3,4"])
+        data_error("the model needs h, W", second, tmp_path, [header, "1,2", "3,4"])
 
 
 def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path):
@@ -418,17 +422,23 @@ def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path):
     assert train.columns == test.columns == ("a", "b=blue", "b=red")
     assert (test.x.tolist(), test.y.tolist()) == ([[3, 0, 1]], [1])
     write(tmp_path, ["B,C,Y", "20,10,1"], "test.csv")
-    with pytest.raises(DataError, match="has no column 'a'"):
-        load(str(tmp_path), target="y")
+    data_error("has no column 'a'", load, str(tmp_path), target="y")
 
 
 def test_a_table_without_the_label_has_none(tmp_path):
-    with pytest.raises(DataError, match="each column is a feature of the model, so none is the"):
-        second(tmp_path, ["h,W", "1,2"], labelled=True)
-    with pytest.raises(DataError, match="each column is a feature of the model"):
-        second(tmp_path, ["1,2", "3,4"], labelled=True)
-    with pytest.raises(UsageError, match="has no column 'y'"):
-        second(tmp_path, ["h,W,z", "1,2,3"], labelled=True, target="y")
+    data_error(
+        "each column is a feature of the model, so none is the",
+        second,
+        tmp_path,
+        ["h,W", "1,2"],
+        labelled=True,
+    )
+    data_error(
+        "each column is a feature of the model", second, tmp_path, ["1,2", "3,4"], labelled=True
+    )
+    usage_error(
+        "has no column 'y'", second, tmp_path, ["h,W,z", "1,2,3"], labelled=True, target="y"
+    )
     assert second(tmp_path, ["Y,h,w", "s,1,2"], labelled=True, target="y").labels == ("s",)
 
 
@@ -453,8 +463,7 @@ def test_a_table_in_memory_is_read_as_a_file_is(tmp_path):
         ({"sex": ["m", "f"], "age": [1], "seen": ["", ""]}, "the dict is no table"),
         ([1, 2], "the list is no table"),
     ):
-        with pytest.raises(DataError, match=match):
-            read_csv(wrong, rules, labelled=False)
+        data_error(match, read_csv, wrong, rules, labelled=False)
 
 
 # ---- labels and missing cells ----
@@ -474,15 +483,22 @@ def test_labels_that_are_no_classes_are_refused_or_said(tmp_path):
     assert arrays(numbers % 10 + 1).notes == ("y: no sample of class 0; number the classes from 0",)
     assert arrays(numbers % 10).notes == ()
     for y in (numbers % 10 * 10, numbers + 1_700_000_000, numbers[:16] + 1):
-        with pytest.raises(DataError, match=r"a.npz: y has \d+ different labels"):
-            arrays(y)
-    with pytest.raises(DataError, match=r"y has a 1 in each row and else 0; .*y.argmax\(1\)"):
-        arrays(np.eye(3, dtype=int)[numbers % 3])
+        data_error(r"a.npz: y has \d+ different labels", arrays, y)
+    data_error(
+        r"y has a 1 in each row and else 0; .*y.argmax\(1\)",
+        lambda: arrays(np.eye(3, dtype=int)[numbers % 3]),
+    )
     assert arrays(np.eye(3, dtype=int)[numbers % 3] | 1).classes == 2
     np.savez(tmp_path / "a.npz", x=np.zeros((9, 3, 8, 8), "u1"), y=numbers[:9] % 3)
     assert "if the channels are first" in load(str(tmp_path / "a.npz"))[0].notes[0]
-    with pytest.raises(DataError, match="does not count is -1, nnmpi.data.IGNORED"):
-        Dataset("d", np.ones((2, 3), "f4"), np.array([[0, -100], [1, 0]]), 5)
+    data_error(
+        "does not count is -1, nnmpi.data.IGNORED",
+        Dataset,
+        "d",
+        np.ones((2, 3), "f4"),
+        np.array([[0, -100], [1, 0]]),
+        5,
+    )
 
 
 def test_missing_cells_become_what_the_training_rows_say(tmp_path):

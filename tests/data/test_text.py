@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi import NnmpiError
-from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.data import (
     Batch,
     Loader,
@@ -30,6 +30,7 @@ from nnmpi.data.sampler import POOL, by_length
 from nnmpi.data.text import read_documents
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer
 from tests.data.locked import lock
+from tests.harness.refusals import data_error, refuses, usage_error
 
 LINES = [
     "to be",
@@ -210,10 +211,10 @@ def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
 
 def test_nothing_is_left_of_tokens_that_could_not_be_made(txt, cache):
     path = write(txt.parent / "rows.jsonl", '{"text": "good"}\n{"text": " "}\n')
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"
-    ):
-        prepare_tokens(TextSource(path, "bytes"))
+    data_error(
+        r"rows\.jsonl, line 2: the document is empty; remove the row",
+        lambda: prepare_tokens(TextSource(path, "bytes")),
+    )
     assert [item.name for item in cache.iterdir()] == [".lock"]
 
 
@@ -221,10 +222,7 @@ def test_damaged_tokens_are_named(txt):
     source = TextSource(txt)
     for name, content in ((texts.TOKENS, b"ab"), (texts.ENDS, b"")):
         (prepare_tokens(source) / name).write_bytes(content)
-        with pytest.raises(
-            DataError, match="damaged .*; remove it, and prepare_tokens makes it again"
-        ):
-            load_text(source)
+        data_error("damaged .*; remove it, and prepare_tokens makes it again", load_text, source)
 
 
 @pytest.mark.parametrize(
@@ -249,34 +247,32 @@ def test_damaged_tokens_are_named(txt):
 )
 def test_what_is_wrong_with_a_text_is_said(tmp_path, name, content, columns, sentence):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(NnmpiError, match=sentence):
-        prepare_tokens(TextSource(tmp_path / name, "bytes", columns))
+    refuses(
+        NnmpiError, sentence, lambda: prepare_tokens(TextSource(tmp_path / name, "bytes", columns))
+    )
 
 
 def test_a_text_that_is_shorter_than_a_block_is_refused(txt):
-    with pytest.raises(
-        DataError,
-        match="the test part has 26 tokens, but a context of 27 and .* need 28; give a smaller",
-    ):
-        loaded(txt, 27)
+    data_error(
+        "the test part has 26 tokens, but a context of 27 and .* need 28; give a smaller",
+        loaded,
+        txt,
+        27,
+    )
 
 
 def test_a_text_that_may_not_be_read_is_not_called_damaged(txt, monkeypatch):
     lock(txt.parent, monkeypatch)
-    with pytest.raises(DataError, match=r"play\.txt: cannot be read"):
-        prepare_tokens(TextSource(txt))
+    data_error(r"play\.txt: cannot be read", lambda: prepare_tokens(TextSource(txt)))
 
 
 def test_texts_are_told_from_tables_of_numbers(tmp_path):
     assert find_text("iris") is None and find_text(str(tmp_path / "a.csv")) is None
     bundled = find_text("paradise-lost")
     assert bundled is not None and bundled.read_text().startswith("PARADISE LOST\nBOOK I.\n")
-    with pytest.raises(UsageError, match="no such file"):
-        find_text(str(tmp_path / "missing.txt"))
-    with pytest.raises(UsageError, match="has no columns of text"):
-        find_text("digits", ("a",))
-    with pytest.raises(UsageError, match="is a text"):
-        load("paradise-lost")
+    usage_error("no such file", find_text, str(tmp_path / "missing.txt"))
+    usage_error("has no columns of text", find_text, "digits", ("a",))
+    usage_error("is a text", load, "paradise-lost")
 
 
 @pytest.mark.parametrize("size, kind", [(2**16, np.uint16), (2**16 + 1, np.uint32)])
@@ -347,10 +343,11 @@ def test_a_text_comes_back(pairs, tmp_path):
         theirs = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
         assert theirs.encode(TEXT).ids == ids and theirs.decode([*ids, entry.end]) == TEXT
         assert theirs.get_vocab_size() == entry.vocabulary_size
-        with pytest.raises(
-            UsageError, match=f"token {entry.vocabulary_size} is outside the vocabulary of"
-        ):
-            entry.decode([entry.vocabulary_size])
+        usage_error(
+            f"token {entry.vocabulary_size} is outside the vocabulary of",
+            entry.decode,
+            [entry.vocabulary_size],
+        )
     assert len({item.identity for item in tokenizers(pairs)}) == 3
 
 
@@ -377,15 +374,13 @@ def test_a_vocabulary_that_would_lose_letters_is_refused(pairs, change, words):
     vocabulary = json.loads((pairs / "vocab.json").read_text())
     change(vocabulary)
     (pairs / "vocab.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(DataError, match=rf"vocab\.json: not a tokenizer \({words}"):
-        load_tokenizer(pairs)
+    data_error(rf"vocab\.json: not a tokenizer \({words}", load_tokenizer, pairs)
 
 
 def test_half_a_character_is_no_text(pairs):
     """A command line that is not UTF-8 has such."""
     for item in tokenizers(pairs):
-        with pytest.raises(UsageError, match=r"\\udcff|no tokens for the text"):
-            item.encode("a\udcff")
+        usage_error(r"\\udcff|no tokens for the text", item.encode, "a\udcff")
 
 
 def test_a_tokenizer_without_an_end_gets_one():
@@ -431,33 +426,28 @@ def test_the_end_is_what_the_files_name(tmp_path, files, end):
 def test_characters_that_were_not_in_the_text_are_named():
     made = CharacterTokenizer("cab")
     assert made.encode("abc") == [0, 1, 2] and (made.end, made.vocabulary_size) == (3, 4)
-    with pytest.raises(
-        UsageError, match="the tokenizer has no 'é': its 3 characters come from its"
-    ):
-        made.encode("aé")
+    usage_error("the tokenizer has no 'é': its 3 characters come from its", made.encode, "aé")
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no such file or folder"):
-        load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(UsageError, match="the folder has neither tokenizer.json nor vocab.json"):
-        load_tokenizer(tmp_path)
+    usage_error("no such file or folder", load_tokenizer, tmp_path / "nothing")
+    usage_error("the folder has neither tokenizer.json nor vocab.json", load_tokenizer, tmp_path)
     pytest.importorskip("tokenizers")
     # panics in Rust
     merge = '{"model": {"type": "BPE", "vocab": {"a": 0, "t": 1, "h": 2}, "merges": ["t h"]}}'
     for name, content in (("tokenizer", "{}"), ("tokenizer", merge), ("vocab", "{")):
         (tmp_path / f"{name}.json").write_text(content)
-        with pytest.raises(DataError, match="not a tokenizer"):
-            load_tokenizer(tmp_path / f"{name}.json")
+        data_error("not a tokenizer", load_tokenizer, tmp_path / f"{name}.json")
 
 
 def test_without_the_library_there_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        UsageError, match=r"not installed; pip install tokenizers, or use bytes or characters"
-    ):
-        load_tokenizer(tmp_path)
+    usage_error(
+        r"not installed; pip install tokenizers, or use bytes or characters",
+        load_tokenizer,
+        tmp_path,
+    )
 
 
 def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does():
@@ -486,5 +476,7 @@ def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does():
     usual = sequence([library.normalizers.NFKC(), replace(" ", "_")])
     assert LibraryTokenizer(with_parts(normalizer=usual)).encode("a") == [1]
     slow = library.pre_tokenizers.Split(regex("(a+)+b"), "isolated")
-    with pytest.raises(UsageError, match="WordLevel has no tokens for the text"):
-        LibraryTokenizer(with_parts(pre_tokenizer=slow)).encode("a" * 40)
+    usage_error(
+        "WordLevel has no tokens for the text",
+        lambda: LibraryTokenizer(with_parts(pre_tokenizer=slow)).encode("a" * 40),
+    )

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError
 from nnmpi.data import (
     ColorJitter,
     Compose,
@@ -15,6 +15,7 @@ from nnmpi.data import (
     Shift,
 )
 from nnmpi.data.transform import integers
+from tests.harness.refusals import refuses, usage_error
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
 ALL = [
@@ -86,8 +87,7 @@ def test_shift_moves_whole_images_to_all_places():
 def test_shifts_at_the_edge():
     np.testing.assert_array_equal(Shift(0)(images(), np.arange(24), 0, 0), images())
     assert Shift(9)(images(side=2), np.arange(24), 0, 0).shape == (24, 2, 2, 3)
-    with pytest.raises(UsageError, match="a shift's pixels is -1; give"):
-        Shift(-1)
+    usage_error("a shift's pixels is -1; give", Shift, -1)
 
 
 def test_flip_mirrors_about_half_of_the_images():
@@ -102,8 +102,15 @@ def test_flip_mirrors_about_half_of_the_images():
 
 @pytest.mark.parametrize("transform", IMAGES, ids=repr)
 def test_augmenting_what_is_not_images_is_refused(transform):
-    with pytest.raises(ShapeError, match=r"shape \(4,\) are not images"):
-        transform(np.zeros((3, 4), np.float32), np.arange(3), 0, 0)
+    refuses(
+        ShapeError,
+        r"shape \(4,\) are not images",
+        transform,
+        np.zeros((3, 4), np.float32),
+        np.arange(3),
+        0,
+        0,
+    )
 
 
 def test_rotations_are_those_of_a_plane():
@@ -180,8 +187,7 @@ def test_normalization_of_other_shape_is_refused():
 
 @pytest.mark.parametrize("std", [0, -1.0, float("nan"), np.array([1.0, 0.0])])
 def test_a_std_by_which_nothing_can_be_divided_is_refused(std):
-    with pytest.raises(UsageError, match=r"std is .*; it must be more than 0"):
-        Normalize(0.5, std)
+    usage_error(r"std is .*; it must be more than 0", Normalize, 0.5, std)
 
 
 def test_seed_epoch_and_purpose_each_change_the_draws():

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.gpu import command, measure, tables, train
 from benchmarks.gpu.cases import BF16, CASES, COMPILED, EAGER, OURS, PEERS, TF32, TINY, TORCH
 from benchmarks.gpu.trainer import DeviceTrainer
-from nnmpi.base.errors import UsageError
 from tests.device.library import device_backend
+from tests.harness.refusals import usage_error
 
 pytestmark = pytest.mark.host_only("the benchmark has a device of its own")
 TIMING = measure.Timing(rounds=2, block_s=1e-9)
@@ -161,10 +161,10 @@ def test_the_time_is_over(end):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(UsageError, match="'resnet' is unknown; the names are gpt2-124M"):
-        command.parse(["--cases", "resnet"])
-    with pytest.raises(UsageError, match="--train 19 is too few: give at least 20 steps"):
-        command.parse(["--train", "19"])
+    usage_error(
+        "'resnet' is unknown; the names are gpt2-124M", command.parse, ["--cases", "resnet"]
+    )
+    usage_error("--train 19 is too few: give at least 20 steps", command.parse, ["--train", "19"])
     assert command.parse(["--check"]).cases == tuple(TINY)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi import NnmpiError
 from nnmpi.backend.precision import bfloat16
-from nnmpi.base.errors import CommError, UsageError
+from nnmpi.base.errors import CommError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
@@ -19,6 +19,7 @@ from nnmpi.comm.collective import (
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
 )
+from tests.harness.refusals import refuses, usage_error
 
 SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
 OTHERS = [
@@ -78,8 +79,7 @@ def test_the_user_says_whether_mpi_takes_device_arrays(group, device, monkeypatc
             if word == "1":
                 assert group.choose(device.xp.zeros(3)).algorithm == NATIVE
             else:
-                with pytest.raises(UsageError, match="NNMPI_CUDA_AWARE"):
-                    group.choose(device.xp.zeros(3))
+                usage_error("NNMPI_CUDA_AWARE", lambda: group.choose(device.xp.zeros(3)))
     finally:
         monkeypatch.undo()
         buffers.cuda_aware.cache_clear()
@@ -108,12 +108,10 @@ def test_what_cannot_be_summed_is_refused(group, device):
         with pytest.raises(NnmpiError):
             group.all_reduce(array)
     if group.size > 1:
-        with pytest.raises(CommError, match="differ"):
-            group.all_reduce(xp.zeros(3 + group.rank))
+        refuses(CommError, "differ", lambda: group.all_reduce(xp.zeros(3 + group.rank)))
     twice = group.bind(xp.zeros(3), "ring")
     twice.start()
-    with pytest.raises(CommError, match="still running"):
-        twice.start()
+    refuses(CommError, "still running", twice.start)
     twice.wait()
 
 

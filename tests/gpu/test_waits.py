@@ -36,6 +36,7 @@ from nnmpi.optim import clip
 from tests.equivalence.reference import digits
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import no_waiting
+from tests.harness.refusals import refuses
 from tests.nn.test_compiled import step_of
 from tests.worker_options import grouped
 
@@ -211,8 +212,7 @@ def test_a_label_that_is_no_class_is_found_on_the_host(real_device, group):
     item = worker(real_device, group)
     batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
     batch.labels[5] = 11
-    with pytest.raises(ShapeError, match=r"label 11 in row 5 of the batch is outside 0\.\.9"):
-        item.step(batch)
+    refuses(ShapeError, r"label 11 in row 5 of the batch is outside 0\.\.9", item.step, batch)
 
 
 def test_an_index_without_a_row_is_found_on_the_host(real_device, group):
@@ -226,8 +226,7 @@ def test_an_index_without_a_row_is_found_on_the_host(real_device, group):
     indices = np.zeros((len(batch.y), 3), np.int64)
     indices[4, 1] = 7
     object.__setattr__(batch, "x", indices)
-    with pytest.raises(ShapeError, match=r"index 7 in row 4 of the batch is outside 0\.\.6"):
-        item.step(batch)
+    refuses(ShapeError, r"index 7 in row 4 of the batch is outside 0\.\.6", item.step, batch)
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(real_device, group):
@@ -236,10 +235,12 @@ def test_a_loss_that_is_not_finite_changes_no_weight(real_device, group):
     before = item.model.state()
     batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
     batch.x[3] = float("nan")
-    with pytest.raises(
-        DivergenceError, match="values that are not finite were first found in the input on rank 0"
-    ):
-        item.step(batch)
+    refuses(
+        DivergenceError,
+        "values that are not finite were first found in the input on rank 0",
+        item.step,
+        batch,
+    )
     np.testing.assert_equal(item.model.state(), before)
 
 

@@ -17,6 +17,7 @@ from nnmpi.comm.machine import Curve, Machine
 from nnmpi.lab.comm import main
 from nnmpi.lab.render.collectives import compare, render
 from tests.comm.test_fit import make as make_fit
+from tests.harness.refusals import refuses, usage_error
 
 
 def test_prove_and_render():
@@ -53,8 +54,7 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path):
         ("lost", "rank 0, step 0 talks to rank 4, but the ranks are 0..3"),
     ):
         for command in ("prove", "render", "simulate"):
-            with pytest.raises(ScheduleError, match=sentence):
-                main([command, f"{file}:{name}"])
+            refuses(ScheduleError, sentence, main, [command, f"{file}:{name}"])
 
 
 def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path):
@@ -66,8 +66,11 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path):
         "doubling"
     ]
     assert list(shown["animations"]) == list(shown["costs"]) == [2, 4, 8]
-    with pytest.raises(ScheduleError, match="rank 1, step 1 talks to rank 3"):
-        compare({"doubling": doubling}, "doubling", 3, Machine.uniform(1.0, 1.0))
+    refuses(
+        ScheduleError,
+        "rank 1, step 1 talks to rank 3",
+        lambda: compare({"doubling": doubling}, "doubling", 3, Machine.uniform(1.0, 1.0)),
+    )
 
 
 def test_simulate_and_list():
@@ -158,11 +161,11 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path, monkeypatch):
     assert find_network_fit("fit", None) == make_fit()
     text = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in text.splitlines()[0]
-    with pytest.raises(
-        UsageError,
-        match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 nnmpi comm fit",
-    ):
-        main(["list", "--ranks", "5", "--network", str(file)])
+    usage_error(
+        "there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 nnmpi comm fit",
+        main,
+        ["list", "--ranks", "5", "--network", str(file)],
+    )
 
 
 RATIOS = ((1024, 1.2), (2**20, 0.9))  # measured over predicted
@@ -254,5 +257,4 @@ def test_measurements_of_others_give_the_fit_that_they_are(tmp_path):
         *((HEAD + rows, "nothing of bandwidth") for rows in ("1 5", "1 5\n9999 4")),
         (NCCL.format("all_reduce"), "another one than --ranks"),
     ):
-        with pytest.raises(UsageError, match=f"^[^\n]*{sentence}[^\n]*$"):
-            fit(text, "--ranks", "3")
+        usage_error(f"^[^\n]*{sentence}[^\n]*$", fit, text, "--ranks", "3")

@@ -18,6 +18,7 @@ from nnmpi.lab.schedule import main as schedule
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
+from tests.harness.refusals import refuses
 from tests.lab.test_msccl import PROGRAMS, read
 from tests.lab.test_planner import layouts, pricer
 
@@ -136,8 +137,12 @@ BAD = {
 def test_a_bad_text_is_one_sentence(text, tmp_path):
     file = tmp_path / "own.goal"
     file.write_text(text)
-    with pytest.raises(NnmpiError, match=f"^{re.escape(str(file))}[,:] [^\n]*{BAD[text]}[^\n]*$"):
-        main(["simulate", str(file)])
+    refuses(
+        NnmpiError,
+        f"^{re.escape(str(file))}[,:] [^\n]*{BAD[text]}[^\n]*$",
+        main,
+        ["simulate", str(file)],
+    )
 
 
 def test_the_commands(tmp_path):
@@ -148,10 +153,8 @@ def test_the_commands(tmp_path):
     assert found.startswith(f"{file}, 4 ranks: 1.71 ms") and "1.71 ms" in main(["simulate", *words])
     assert "rank 3  to 0###" in main(["render", str(file), *links])
     for given in (["prove", str(file)], ["render", str(file), "--html", "x.html"]):
-        with pytest.raises(NnmpiError, match="has bytes and no chunks"):
-            main(given)
-    with pytest.raises(NnmpiError, match="is for 4 ranks, not for 3"):
-        main(["simulate", str(file), "--ranks", "3"])
+        refuses(NnmpiError, "has bytes and no chunks", main, given)
+    refuses(NnmpiError, "is for 4 ranks, not for 3", main, ["simulate", str(file), "--ranks", "3"])
     told = schedule(f"--pipeline 1f1b --stages 3 --microbatches 4 --goal {file}".split())
     assert "makespan          18 ms" in told
     assert "3 ranks: 18 ms" in main(["simulate", str(file), "--network", "alpha=0"])

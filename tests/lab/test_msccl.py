@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi import simulate
 from nnmpi.base.custom import load_custom
-from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError
+from nnmpi.base.errors import NnmpiError, ScheduleError
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import Collective
 from nnmpi.comm.duration import coefficients
@@ -19,6 +19,7 @@ from nnmpi.lab import msccl
 from nnmpi.lab.comm import main
 from nnmpi.lab.msccl import read_program, write_program
 from nnmpi.train.cli import main as train
+from tests.harness.refusals import refuses, usage_error
 
 
 def program(
@@ -203,8 +204,11 @@ def test_a_single_change_is_refuted(case, tmp_path):
     name, old, new, which, sentence = case
     *before, after = PROGRAMS[name].split(old, which + 1)
     text = old.join(before) + new + after
-    with pytest.raises(ScheduleError, match=sentence):
-        prove(collective := read(text, tmp_path), collective.ranks or 0)
+    refuses(
+        ScheduleError,
+        sentence,
+        lambda: prove(collective := read(text, tmp_path), collective.ranks or 0),
+    )
 
 
 def changed(old: str, new: str) -> str:
@@ -255,8 +259,7 @@ BAD = {
 def test_a_bad_file_is_one_sentence(name, tmp_path, monkeypatch):
     monkeypatch.setattr(msccl, "MOST", 2000)
     text, sentence = BAD[name]
-    with pytest.raises(UsageError, match=rf"own\.xml: no program of MSCCL \(.*({sentence})"):
-        read(text, tmp_path)
+    usage_error(rf"own\.xml: no program of MSCCL \(.*({sentence})", read, text, tmp_path)
 
 
 def test_other_files_ranks_and_operations(tmp_path, monkeypatch):
@@ -272,11 +275,9 @@ def test_other_files_ranks_and_operations(tmp_path, monkeypatch):
         (["export", "pairwise", "--ranks", "4"], "all-to-all by pairwise is not written"),
         (["export", "ring", "--out", f"{tmp_path}/none/x"], "cannot be written"),
     ):
-        with pytest.raises(NnmpiError, match=sentence):
-            main(words)
+        refuses(NnmpiError, sentence, main, words)
     monkeypatch.setattr(msccl, "MOST_BYTES", 10)
-    with pytest.raises(UsageError, match="longer than"):
-        main(["prove", f"{tmp_path}/pair.xml"])
+    usage_error("longer than", main, ["prove", f"{tmp_path}/pair.xml"])
 
 
 def test_a_training_sums_by_a_program(tmp_path, capfd):

@@ -19,6 +19,7 @@ from nnmpi.lab.onnx.trace import trace
 from nnmpi.tensor import concatenate, maximum, where
 from nnmpi.tensor.function import Function
 from nnmpi.train.cli import main as train
+from tests.harness.refusals import refuses
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -218,8 +219,13 @@ REFUSED = {
 def test_what_is_refused(name, tmp_path):
     """In one sentence, with the line; and no file is left."""
     compute, sentence = REFUSED[name]
-    with pytest.raises(NnmpiError, match=sentence):
-        nnmpi.to_onnx(Own(compute).initialize(seed=0), np.ones((2, 3), "f4"), tmp_path / "x.onnx")
+    refuses(
+        NnmpiError,
+        sentence,
+        lambda: nnmpi.to_onnx(
+            Own(compute).initialize(seed=0), np.ones((2, 3), "f4"), tmp_path / "x.onnx"
+        ),
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -234,8 +240,9 @@ def test_arguments(tmp_path, monkeypatch):
     ):
         for name, value in patch.items():
             monkeypatch.setattr(f"nnmpi.lab.onnx.export.{name}", value)
-        with pytest.raises(NnmpiError, match=sentence):
-            nnmpi.to_onnx(model, sample, tmp_path / file, channels=channels)
+        refuses(
+            NnmpiError, sentence, nnmpi.to_onnx, model, sample, tmp_path / file, channels=channels
+        )
 
 
 def test_a_run(tmp_path, monkeypatch, capfd):
@@ -263,5 +270,4 @@ def test_a_run(tmp_path, monkeypatch, capfd):
         signature = json.loads(kept)["signature"]
         assert signature["scale"] == run.signature.scale
         assert signature["class_names"] == [*run.signature.class_names]
-    with pytest.raises(NnmpiError, match="for --format onnx"):
-        call(export, f"{folder} --channels first")
+    refuses(NnmpiError, "for --format onnx", call, export, f"{folder} --channels first")

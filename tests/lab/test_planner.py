@@ -46,6 +46,7 @@ from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
 from tests.base.test_launcher import SLURM
+from tests.harness.refusals import usage_error
 
 CONTEXT, TOKENS = 8, 12
 PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
@@ -566,8 +567,7 @@ def test_options_that_say_a_layout_are_refused():
         ("a new run", {"dp": 2, "resume": "run"}),
     ]
     for words, options in refused:
-        with pytest.raises(UsageError, match=words):
-            assemble({"layout": "auto", **options})
+        usage_error(words, assemble, {"layout": "auto", **options})
 
 
 def test_a_model_has_an_output_for_each_number_that_is_predicted():
@@ -606,8 +606,7 @@ def test_a_step_is_compared_with_its_prediction():
     ],
 )
 def test_wrong_words_of_the_plan_are_refused(words, text):
-    with pytest.raises(UsageError, match=text):
-        plan.parse(words.split())
+    usage_error(text, lambda: plan.parse(words.split()))
 
 
 def test_the_command_that_is_printed_is_one_for_a_shell(monkeypatch):
@@ -639,11 +638,14 @@ def test_parts_are_measured_with_the_kernels_that_train(
 
     monkeypatch.setattr(plan, "find_profile", measured)
     monkeypatch.setattr(auto_layout, "find_profile", measured)
-    with pytest.raises(UsageError, match=f"compiled: {compiled}"):
-        plan.main([*SMALL[:-3], "--jit", word], group)
+    usage_error(f"compiled: {compiled}", lambda: plan.main([*SMALL[:-3], "--jit", word], group))
     if group.size > 1:
-        with pytest.raises(UsageError, match=f"compiled: {compiled}"):
-            main([*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")], group)
+        usage_error(
+            f"compiled: {compiled}",
+            main,
+            [*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")],
+            group,
+        )
 
 
 def test_a_step_of_the_first_layout_is_written(monkeypatch, tmp_path, capsys):

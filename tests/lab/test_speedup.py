@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from nnmpi.base.errors import LaunchError, UsageError
+from nnmpi.base.errors import LaunchError
 from nnmpi.lab.speedup import main
+from tests.harness.refusals import refuses, usage_error
 
 WORDS = (
     "-- --model mlp --hidden 64 --network alpha_us=50,gbit=1 --allreduce ring --slow ms=5"
@@ -57,13 +58,16 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(more, times, tmp_path):
 )
 def test_what_means_nothing_is_refused(words, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=text):
-        main(words.split())
+    usage_error(text, lambda: main(words.split()))
 
 
 def test_a_run_that_fails_says_why():
-    with pytest.raises(LaunchError, match="on 1 rank ended with status 2: --modl is not an option"):
-        main(["--ranks", "1", "--simulate", "--", "--modl", "cnn"])
+    refuses(
+        LaunchError,
+        "on 1 rank ended with status 2: --modl is not an option",
+        main,
+        ["--ranks", "1", "--simulate", "--", "--modl", "cnn"],
+    )
 
 
 @pytest.mark.parametrize("more, known", [("", True), ("--zero 1", False)])
@@ -101,5 +105,7 @@ def test_the_status_says_whether_it_could(words, status):
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_short_run_with_a_network_is_refused(ranks):
-    with pytest.raises(UsageError, match="fewer than 10 steps"):
-        main(["--ranks", ranks, "--simulate", *WORDS.replace("20", "3").split()])
+    usage_error(
+        "fewer than 10 steps",
+        lambda: main(["--ranks", ranks, "--simulate", *WORDS.replace("20", "3").split()]),
+    )

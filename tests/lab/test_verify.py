@@ -14,6 +14,7 @@ from nnmpi.compose.passes import BatchPass
 from nnmpi.lab.verify import compare, main, parse, table, tolerance, verdict
 from nnmpi.parallel.sequence.attention import RingAttention
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 
 # ---- words ----
 
@@ -59,8 +60,7 @@ def test_words_mean_a_small_contract_and_what_they_say():
     ],
 )
 def test_what_makes_no_sense_is_a_sentence(words, text):
-    with pytest.raises(UsageError, match=text):
-        parse(words.split())
+    usage_error(text, lambda: parse(words.split()))
 
 
 def test_simulated_ranks_need_no_mpi():
@@ -79,8 +79,10 @@ def test_simulated_ranks_need_no_mpi():
 )
 def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group, words, steps):
     """The tolerance doubles with each: after 60 of them it would be 40,000."""
-    with pytest.raises(UsageError, match=f"which could hide a fault; give --steps {steps} or less"):
-        main(f"--model mlp --hidden 5 {words}".split(), group)
+    usage_error(
+        f"which could hide a fault; give --steps {steps} or less",
+        lambda: main(f"--model mlp --hidden 5 {words}".split(), group),
+    )
 
 
 # ---- two runs ----
@@ -261,14 +263,16 @@ def test_what_does_not_fit_is_one_sentence_on_all_ranks(group, words, error, tex
 def test_more_stages_than_layers_are_refused(group):
     if group.size > 1:
         words = f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2"
-        with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
-            main(words.split(), group)
+        refuses(
+            LayoutError,
+            "the model has 2 layers to cut between, fewer than",
+            lambda: main(words.split(), group),
+        )
 
 
 @pytest.mark.mpi
 def test_help_is_the_same_on_all_ranks(group):
-    with pytest.raises(HelpAsked, match="mpirun -n 8 nnmpi verify"):
-        main(["--help"], group)
+    refuses(HelpAsked, "mpirun -n 8 nnmpi verify", main, ["--help"], group)
 
 
 GPT = (

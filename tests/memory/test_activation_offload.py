@@ -21,6 +21,7 @@ from nnmpi.memory.plan import parse_plan, price_plan
 from nnmpi.memory.store import Store
 from nnmpi.tensor import Function
 from tests.device.here import here, on_device
+from tests.harness.refusals import usage_error
 from tests.memory.test_plan import quickest, random_chain
 from tests.memory.test_recompute import backend_here, case, one_pass, store_here
 
@@ -84,8 +85,7 @@ def test_a_plan_waits_for_what_moves():
     for text, word in (("K0 O0 B0", "B0"), ("K0 A0", "A0"), ("K0 I0", "I0"), ("F0 O0", "O0")):
         with pytest.raises(UsageError, match=f"action {word} of the plan"):
             price_plan(costs, parse_plan(text))
-    with pytest.raises(UsageError, match=r"give at least \d+"):
-        swapping_plan(OptimalPlans(costs), 1, 100.0)
+    usage_error(r"give at least \d+", lambda: swapping_plan(OptimalPlans(costs), 1, 100.0))
 
 
 class Slow(Function):
@@ -186,17 +186,16 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
     """A folder that is not there, no room, the host's own memory, no limit; each in a sentence."""
     backend = backend_here()
     if on_device():
-        with pytest.raises(UsageError, match="give offload host"):
-            Store(tmp_path, backend)
+        usage_error("give offload host", Store, tmp_path, backend)
         return
-    with pytest.raises(
-        UsageError, match=rf"cannot be created in {re.escape(str(tmp_path))}/none \(No such file"
-    ):
-        Store(tmp_path / "none", backend)
-    with pytest.raises(UsageError, match="already in the host's memory"):
-        Store("host", backend)
-    with pytest.raises(UsageError, match="give activation_memory or offload_state"):
-        Layout(offload="/tmp")
+    usage_error(
+        rf"cannot be created in {re.escape(str(tmp_path))}/none \(No such file",
+        Store,
+        tmp_path / "none",
+        backend,
+    )
+    usage_error("already in the host's memory", Store, "host", backend)
+    usage_error("give activation_memory or offload_state", Layout, offload="/tmp")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -204,6 +203,12 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     make, x, y = case("gpt")
     forward = RecomputedModel(make().initialize(seed=0), 62000, store=Store(tmp_path))
-    with pytest.raises(UsageError, match=r"there is no room for it \(No space left on device\)"):
-        one_pass(forward, x, y, forward.model)
+    usage_error(
+        r"there is no room for it \(No space left on device\)",
+        one_pass,
+        forward,
+        x,
+        y,
+        forward.model,
+    )
     forward.release()

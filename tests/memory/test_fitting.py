@@ -14,6 +14,7 @@ from nnmpi.memory.fitting import choose_savings
 from tests.device.here import on_device
 from tests.equivalence.reference import batches, build
 from tests.equivalence.rows import GPT
+from tests.harness.refusals import usage_error
 
 PLAIN = {"pp": 2, "split": (4, 4)}
 
@@ -70,8 +71,13 @@ def test_saved_arrays_go_out_where_that_is_faster(tmp_path):
 
 @pytest.mark.parametrize("layout", [PLAIN, {"zero": 3}], ids=str)
 def test_least_in_segments_leaves_nothing_to_offload(layout, tmp_path):
-    with pytest.raises(UsageError, match="nothing is left to offload"):
-        Layout(**layout, activation_memory="least", offload=str(tmp_path))
+    usage_error(
+        "nothing is left to offload",
+        Layout,
+        **layout,
+        activation_memory="least",
+        offload=str(tmp_path),
+    )
 
 
 def test_chosen_savings_fit_and_none_of_theirs_does():
@@ -121,5 +127,4 @@ def test_recomputing_all_is_tried_where_moving_saves_too_little():
     slow, fast = dict.fromkeys(held, 9.0), dict.fromkeys(held, 0.1)
     assert choose_savings(slow, fast, 1.0, peak, 12).moved == {0, 1}
     assert choose_savings(slow, fast, 1.0, peak, 5).again == {0, 1}
-    with pytest.raises(UsageError, match="too few: .* a pass takes 2;"):
-        choose_savings(slow, fast, 1.0, peak, 1)
+    usage_error("too few: .* a pass takes 2;", choose_savings, slow, fast, 1.0, peak, 1)

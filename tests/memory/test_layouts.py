@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from nnmpi import Layout, models, simulate
-from nnmpi.base.errors import UsageError
 from nnmpi.memory import RecomputedModel
 from nnmpi.memory.optimal import swapping_plan
 from nnmpi.memory.plan import Act
 from nnmpi.nn.sharding import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT
+from tests.harness.refusals import usage_error
 
 LEAST = {"activation_memory": "least"}
 STATE, ALL = {"offload_state": "optimizer"}, {"offload_state": "all"}
@@ -81,13 +81,17 @@ def test_ranks_that_swap_give_the_same_bits(monkeypatch, tmp_path):
 @pytest.mark.simulated(max_size=4)
 def test_a_limit_that_is_too_low_is_refused_on_all_ranks(group):
     """With the least that would do."""
-    with pytest.raises(UsageError, match="give at least [1-9]"):
-        run(GPT, group, Layout(pp=1, dp=group.size, activation_memory=1))
+    usage_error(
+        "give at least [1-9]",
+        lambda: run(GPT, group, Layout(pp=1, dp=group.size, activation_memory=1)),
+    )
 
 
 def test_a_model_that_a_strategy_runs_is_refused():
     """Unless the strategy is given."""
     model = models.mlp((8,), 3).initialize(seed=0)
     model.forward = model.forward
-    with pytest.raises(UsageError, match="has replaced this model's forward"):
-        RecomputedModel(model, None)(np.ones((2, 8), "float32"))
+    usage_error(
+        "has replaced this model's forward",
+        lambda: RecomputedModel(model, None)(np.ones((2, 8), "float32")),
+    )

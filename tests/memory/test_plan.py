@@ -9,7 +9,6 @@ from math import comb, inf
 
 import pytest
 
-from nnmpi.base.errors import UsageError
 from nnmpi.lab.memory import main
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
@@ -21,6 +20,7 @@ from nnmpi.memory.plan import (
     parse_plan,
     price_plan,
 )
+from tests.harness.refusals import usage_error
 
 
 def random_chain(draw, count):
@@ -113,8 +113,7 @@ def test_no_plan_is_quicker(seed, works):
         assert best == price.seconds or (works and 1.12 * best > price.seconds)
     assert quickest(costs, plans.least - 1) is None
     assert price_plan(costs, plans.plan(plans.least)).peak == plans.least
-    with pytest.raises(UsageError, match=rf"give at least {plans.least}"):
-        plans.plan(plans.least - 1)
+    usage_error(rf"give at least {plans.least}", lambda: plans.plan(plans.least - 1))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -190,8 +189,7 @@ def test_temporary_arrays_are_at_the_peak_of_their_action():
 def test_a_plan_that_lacks_something_is_refused(text, words):
     """The simulator names the action."""
     costs = random_chain(random.Random(1), 2)
-    with pytest.raises(UsageError, match=words):
-        price_plan(costs, parse_plan(text))
+    usage_error(words, lambda: price_plan(costs, parse_plan(text)))
 
 
 def test_plans_are_drawn():
@@ -227,5 +225,4 @@ def test_the_command_draws_and_says_what_it_costs():
         (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
         (["--layers", "6", "--budget", "x"], "number of bytes"),
     ):
-        with pytest.raises(UsageError, match=complaint):
-            main(["plan", *words])
+        usage_error(complaint, main, ["plan", *words])

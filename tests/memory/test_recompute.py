@@ -10,11 +10,12 @@ import pytest
 from nnmpi import Tensor, compile, models, nn, ops
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
-from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.base.errors import GraphError
 from nnmpi.memory import RecomputedModel
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.store import Store
 from tests.device.here import here, on_device
+from tests.harness.refusals import refuses, usage_error
 
 DRAW = np.random.default_rng(0)
 TOKENS = DRAW.integers(0, 20, (2, 2, 16))
@@ -201,8 +202,12 @@ def test_a_pass_takes_what_is_planned(name, away, tmp_path):
     before = OptimalPlans([replace(cost, **silent) for cost in plans.costs]).least
     assert name == "mlp" or max(cost.forward_work for cost in plans.costs) > 2**16
     assert before < plans.least
-    with pytest.raises(UsageError, match="give at least"):
-        RecomputedModel(forward.model, (before + plans.least) // 2)(x, lambda out: out.sum())
+    usage_error(
+        "give at least",
+        lambda: RecomputedModel(forward.model, (before + plans.least) // 2)(
+            x, lambda out: out.sum()
+        ),
+    )
     forward.release()
 
 
@@ -273,19 +278,23 @@ def test_what_cannot_be_is_refused():
     def loss(logits):
         return ops.cross_entropy(logits, y)
 
-    with pytest.raises(UsageError, match="1000 bytes are too few .* give at least"):
-        RecomputedModel(model, 1000)(x, loss)
+    usage_error(
+        "1000 bytes are too few .* give at least", lambda: RecomputedModel(model, 1000)(x, loss)
+    )
     forward = RecomputedModel(model, None)
     result = forward(x, loss)
     result.backward(retain_graph=True)
-    with pytest.raises(GraphError, match="used up"):
-        result.backward()
-    with pytest.raises(UsageError, match="recomputation cannot be part of a compiled step"):
-        compile(lambda: forward(x, loss))()
+    refuses(GraphError, "used up", result.backward)
+    usage_error(
+        "recomputation cannot be part of a compiled step",
+        lambda: compile(lambda: forward(x, loss))(),
+    )
 
     class Pair(nn.Module):
         def forward(self, x):
             return x, x
 
-    with pytest.raises(UsageError, match="returns one tensor, not a tuple"):
-        RecomputedModel(Pair(), None)(np.ones((2, 2), "float32"))
+    usage_error(
+        "returns one tensor, not a tuple",
+        lambda: RecomputedModel(Pair(), None)(np.ones((2, 2), "float32")),
+    )

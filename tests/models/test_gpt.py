@@ -3,10 +3,10 @@ layers.
 """
 
 import numpy as np
-import pytest
 
 from nnmpi import models, nn, ops
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError
+from tests.harness.refusals import refuses, usage_error
 
 TIME, TOKENS = 7, 23
 
@@ -31,14 +31,30 @@ def test_sizes_are_gpt2s():
 
 def test_what_it_cannot_take():
     model = small().initialize(0)
-    with pytest.raises(
-        ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"
-    ):
-        model(np.zeros((2, 10), np.int64))
-    with pytest.raises(UsageError, match="10 features and 3 heads; give a multiple of the heads"):
-        models.gpt(5, 5, features=10, layers=1, heads=3)
-    with pytest.raises(UsageError, match=r"gpt's layers is 1\.0; give a whole number"):
-        models.gpt(5, 5, features=10, layers=1.0, heads=2)
+    refuses(
+        ShapeError,
+        r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)",
+        model,
+        np.zeros((2, 10), np.int64),
+    )
+    usage_error(
+        "10 features and 3 heads; give a multiple of the heads",
+        models.gpt,
+        5,
+        5,
+        features=10,
+        layers=1,
+        heads=3,
+    )
+    usage_error(
+        r"gpt's layers is 1\.0; give a whole number",
+        models.gpt,
+        5,
+        5,
+        features=10,
+        layers=1.0,
+        heads=2,
+    )
 
 
 def test_the_tied_table_gets_both_gradients():

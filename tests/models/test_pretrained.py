@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import nnmpi
 from nnmpi import Group, Layout, arrange, models, nn, simulate
-from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.models.pretrained import (
     GPTSize,
     load_pretrained,
@@ -22,6 +22,7 @@ from nnmpi.models.pretrained import (
 )
 from nnmpi.train.build import build_model
 from nnmpi.train.config import ModelConfig
+from tests.harness.refusals import data_error, usage_error
 
 SIZE = GPTSize(vocabulary=23, context=9, features=12, layers=3, heads=3)
 
@@ -51,10 +52,10 @@ def test_another_size_is_refused(folder):
             match=f"^--{name} {value} differs from the {getattr(SIZE, name)} of --pretrained ",
         ):
             build_model(ModelConfig("gpt", pretrained=folder, **{name: value}), (9,), 23)
-    with pytest.raises(
-        UsageError, match="has 23 tokens and a context of 9, but the data have 23 and 10"
-    ):
-        build_model(ModelConfig("gpt", pretrained=folder), (10,), 23)
+    usage_error(
+        "has 23 tokens and a context of 9, but the data have 23 and 10",
+        lambda: build_model(ModelConfig("gpt", pretrained=folder), (10,), 23),
+    )
 
 
 def test_what_is_written_is_read(folder):
@@ -124,8 +125,7 @@ def test_each_rank_reads_its_part(folder, layout):
 )
 def test_other_models_are_refused(folder, values, words):
     change(folder, **values)
-    with pytest.raises(DataError, match=words):
-        read_size(folder)
+    data_error(words, read_size, folder)
 
 
 def cut(folder: Path):
@@ -149,13 +149,11 @@ def test_several_files_are_read_as_one(folder):
     assert nnmpi.load(folder).model.state().keys() == model.state().keys()
     index = folder / "model.safetensors.index.json"
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(DataError, match="model-00002-of-00002.safetensors"):
-        load_pretrained(model, folder)
+    data_error("model-00002-of-00002.safetensors", load_pretrained, model, folder)
     wrong = [{"weight_map": {"a": "../model.safetensors"}}, {"weight_map": {}}, []]
     for content in wrong:
         index.write_text(json.dumps(content))
-        with pytest.raises(DataError, match=r"index\.json"):
-            read_size(folder)
+        data_error(r"index\.json", read_size, folder)
 
 
 def test_bfloat16_is_read(folder):
@@ -177,15 +175,13 @@ def test_bfloat16_is_read(folder):
 def test_a_pickle_is_refused_with_the_command_that_converts_it(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     for read in (read_size, nnmpi.load):
-        with pytest.raises(DataError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
-            read(folder)
+        data_error(r"pytorch_model\.bin is a pickle.*save_pretrained", read, folder)
 
 
 @pytest.mark.parametrize("rate", [[], 0.2, "much"])
 def test_dropouts_that_differ_are_refused(folder, rate):
     change(folder, attn_pdrop=0.1, embd_pdrop=rate, resid_pdrop=0.1)
-    with pytest.raises(DataError, match="only one probability in .0, 1. for all three can be read"):
-        read_dropout(folder)
+    data_error("only one probability in .0, 1. for all three can be read", read_dropout, folder)
 
 
 def test_an_output_that_is_not_the_embedding_is_refused(folder):
@@ -195,18 +191,18 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder):
     tokens = arrays["transformer.wte.weight"]
     for other in (tokens + 1e-6, tokens.astype(np.int64), tokens[:-1]):
         save_file(arrays | {"lm_head.weight": other}, file)
-        with pytest.raises(
-            DataError,
-            match=r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output",
-        ):
-            load_pretrained(model, folder)
+        data_error(
+            r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output",
+            load_pretrained,
+            model,
+            folder,
+        )
     save_file(arrays | {"lm_head.weight": tokens.astype(np.float16)}, file)
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = content[8:end].replace(b'"F16"', b'"BF16"')
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-    with pytest.raises(DataError, match="only a GPT-2 whose output"):
-        load_pretrained(model, folder)
+    data_error("only a GPT-2 whose output", load_pretrained, model, folder)
     np.testing.assert_equal(model.state(), small(seed=2).state())
     save_file(arrays | {"lm_head.weight": tokens}, file)
     load_pretrained(model, folder)

@@ -10,10 +10,10 @@ import pytest
 
 from nnmpi import Tensor, models, optim
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import UsageError
 from nnmpi.nn import BatchNorm, Linear, Module, Pop, ReLU, Residual, Sequential, Stash, Tanh
 from nnmpi.nn.chain import ModelPart, open_chain, run_layers, stashed_at
 from nnmpi.optim import SGD
+from tests.harness.refusals import usage_error
 
 
 def skips() -> Sequential:
@@ -113,10 +113,11 @@ def test_a_part_is_copied_and_is_not_taken_for_the_whole():
         assert ours[0] == theirs[0] and ours[1] is not theirs[1]
         assert np.array_equal(ours[1].data, theirs[1].data)
     for call in (stage.state, lambda: stage.load_state({})):
-        with pytest.raises(UsageError, match="only part of this model's parameters"):
-            call()
-    with pytest.raises(UsageError, match="takes the norm over the pipeline"):
-        optim.clip_by_global_norm(twin.parameters(), 1.0)
+        usage_error("only part of this model's parameters", call)
+    usage_error(
+        "takes the norm over the pipeline",
+        lambda: optim.clip_by_global_norm(twin.parameters(), 1.0),
+    )
 
 
 def test_a_shared_parameter_has_its_first_name_in_every_part():
@@ -141,10 +142,8 @@ def test_a_shared_parameter_has_its_first_name_in_every_part():
 )
 def test_skips_that_do_not_pair_up_are_refused(layers, sentence):
     model = Sequential(*layers).initialize()
-    with pytest.raises(UsageError, match=sentence):
-        model(Tensor(np.ones((2, 2))))
-    with pytest.raises(UsageError, match=sentence):
-        open_chain(model)
+    usage_error(sentence, lambda: model(Tensor(np.ones((2, 2)))))
+    usage_error(sentence, open_chain, model)
 
 
 def test_a_shared_layers_running_statistics_have_all_its_names():
@@ -163,7 +162,10 @@ def test_a_part_without_an_optimizer_group_of_the_model_knows_it():
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
         assert part.storage.groups == [local]
         SGD(part.storage, lr=0.1, weight_decay={"head": 0.1, "body": 0.2})
-        with pytest.raises(
-            UsageError, match="'tail', which does not exist; choose from: body, head"
-        ):
-            SGD(part.storage, lr=0.1, weight_decay={"tail": 0.1})
+        usage_error(
+            "'tail', which does not exist; choose from: body, head",
+            SGD,
+            part.storage,
+            lr=0.1,
+            weight_decay={"tail": 0.1},
+        )

@@ -26,6 +26,7 @@ from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
+from tests.harness.refusals import refuses, usage_error
 from tests.nn.tally import Tally
 from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
@@ -223,8 +224,7 @@ def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
 )
 def test_looking_into_tensors_is_refused(look):
     """A number taken out while recording would stay for ever."""
-    with pytest.raises(UsageError, match="always be the first step's"):
-        nnmpi.compile(look)(X)
+    usage_error("always be the first step's", lambda: nnmpi.compile(look)(X))
     assert X.sum() == 15  # and afterwards everything works as before
     assert Tensor(X).sum().item() == 15
 
@@ -239,8 +239,7 @@ def test_an_error_leaves_nothing_behind():
         return x + 1
 
     compiled = nnmpi.compile(step)
-    with pytest.raises(RuntimeError, match="once"):
-        compiled(X)
+    refuses(RuntimeError, "once", compiled, X)
     failing[0] = False
     np.testing.assert_array_equal(compiled(X).data, X + 1)
     assert compiled.recordings == 1
@@ -269,8 +268,7 @@ def test_one_within_another_is_refused_when_it_was_called_before():
     inner = nnmpi.compile(lambda x: x * 2)
     inner(np.ones(3))
     outer = nnmpi.compile(lambda x: inner(x) + 1)
-    with pytest.raises(UsageError, match="compile only the outer one"):
-        outer(np.ones(3))
+    usage_error("compile only the outer one", outer, np.ones(3))
 
 
 def test_threads_take_turns():
@@ -344,14 +342,12 @@ def test_bad_indices_are_found_in_a_replay():
     step = nnmpi.compile(lambda places: ops.embedding(table, places))
     step(np.array([0, 1]))
     for wrong in (-1, 5):
-        with pytest.raises(ShapeError, match=f"index {wrong} is outside"):
-            step(np.array([0, wrong]))
+        refuses(ShapeError, f"index {wrong} is outside", step, np.array([0, wrong]))
 
 
 def test_indices_that_are_numbers_are_refused():
     """x[i] would pick the first step's row for ever; an array of one index may change."""
-    with pytest.raises(UsageError, match="index"):
-        nnmpi.compile(lambda x, i: x[i])(X, np.array(0))
+    usage_error("index", lambda: nnmpi.compile(lambda x, i: x[i])(X, np.array(0)))
     step = nnmpi.compile(lambda x, i: x[i])
     for i in (0, 1):
         np.testing.assert_array_equal(step(X, np.array([i])).data, X[[i]])
@@ -363,8 +359,7 @@ def test_shapes_that_depend_on_values_are_found():
     step = nnmpi.compile(lambda x, mask: x[mask])
     for _ in range(2):
         step(X, np.array([True, True]))
-    with pytest.raises(ShapeError, match="cannot be compiled"):
-        step(X, np.array([False, True]))
+    refuses(ShapeError, "cannot be compiled", step, X, np.array([False, True]))
 
 
 def test_a_mode_inside_leads_back_to_that_of_the_time():
@@ -635,8 +630,10 @@ def test_the_step_of_a_training_block_inside_is_followed_or_refused():
         with nn.training(step=optimizer.steps):
             return model(x)
 
-    with pytest.raises(UsageError, match=r"optimizer\.steps inside a compiled step would always"):
-        nnmpi.compile(by_optimizer)(ones)
+    usage_error(
+        r"optimizer\.steps inside a compiled step would always",
+        lambda: nnmpi.compile(by_optimizer)(ones),
+    )
     assert by_optimizer(Tensor(ones)).shape == (8, 8)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor
-from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.base.shard import Region
 from nnmpi.nn import (
     BatchNorm,
@@ -24,6 +24,7 @@ from nnmpi.nn import (
 )
 from nnmpi.ops import linear
 from nnmpi.optim import SGD
+from tests.harness.refusals import refuses, usage_error
 
 
 def zeros(generator, shape):
@@ -118,8 +119,7 @@ def test_a_sequence_names_by_number():
     assert [part[0], part[1]] == [model[1], model[2]]
     assert len(model.slice(2, 2)) == 0
     for start, stop in ((-1, 2), (2, 1), (0, 4)):
-        with pytest.raises(UsageError, match=rf"slice {start}\.\.{stop} .* 3 modules"):
-            model.slice(start, stop)
+        usage_error(rf"slice {start}\.\.{stop} .* 3 modules", model.slice, start, stop)
 
 
 def test_shared_parts_stand_once():
@@ -167,8 +167,7 @@ def test_replace():
 )
 def test_modules_that_are_not_there(use, words):
     """The message names what there is."""
-    with pytest.raises(UsageError, match=words):
-        use(Everything())
+    usage_error(words, lambda: use(Everything()))
 
 
 @pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]]])
@@ -181,10 +180,9 @@ def test_a_part_that_is_not_found_is_refused(within, make):
     """
     hidden, model = make(), Residual(Linear(2, 2))
     model.body.others = within(hidden)
-    with pytest.raises(
-        UsageError, match=f"body.others holds a {type(hidden).__name__} that is not registered"
-    ):
-        model.initialize()
+    usage_error(
+        f"body.others holds a {type(hidden).__name__} that is not registered", model.initialize
+    )
     model.mine = hidden
     assert "mine" in " ".join(name for name, _ in model.initialize().named_parameters())
 
@@ -193,8 +191,7 @@ def test_before_initialize():
     """Forward, storage and state say what to call."""
     model = Twice(2)
     for use in (lambda: model(np.ones((1, 2), np.float32)), lambda: model.storage, model.state):
-        with pytest.raises(GraphError, match=r"call model.initialize\(seed=0\) first"):
-            use()
+        refuses(GraphError, r"call model.initialize\(seed=0\) first", use)
 
 
 def test_observers_see_every_module():
@@ -238,13 +235,19 @@ def test_a_copied_model_has_a_storage_of_its_own(duplicate):
 @pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4))])
 def test_lists_of_numbers_are_refused(numbers):
     """Their dtype would have to be guessed."""
-    with pytest.raises(DtypeError, match=r"lists of numbers; convert with numpy\.asarray"):
-        Linear(2, 2).initialize()(numbers)
+    refuses(
+        DtypeError,
+        r"lists of numbers; convert with numpy\.asarray",
+        lambda: Linear(2, 2).initialize()(numbers),
+    )
 
 
 def test_a_forgotten_return_is_named():
-    with pytest.raises(GraphError, match="Linear got None; the forward that made it must return"):
-        Linear(2, 2).initialize()(None)
+    refuses(
+        GraphError,
+        "Linear got None; the forward that made it must return",
+        lambda: Linear(2, 2).initialize()(None),
+    )
 
 
 def test_a_module_that_contains_itself_is_refused():
@@ -259,8 +262,7 @@ def test_a_module_that_contains_itself_is_refused():
     for parts, name in ((inner.parts, "parts.1.parts.0"), (outer.parts, "parts.2")):
         parts.append(outer)
         for use in (Module.initialize, repr, Module.parameters):
-            with pytest.raises(UsageError, match=f"module '{name}' contains itself; remove that"):
-                use(outer)
+            usage_error(f"module '{name}' contains itself; remove that", use, outer)
         parts.pop()
     assert len(outer.initialize().parameters()) == 2
 
@@ -273,8 +275,7 @@ def test_residual():
         block.initialize(seed=3)
         around = x if block.shortcut is None else shortcut(x).data
         np.testing.assert_allclose(block(x).data, np.maximum(body(x).data + around, 0), rtol=1e-6)
-    with pytest.raises(ShapeError, match="add of shapes"):
-        Residual(Linear(2, 3)).initialize()(x)
+    refuses(ShapeError, "add of shapes", lambda: Residual(Linear(2, 3)).initialize()(x))
 
 
 class _Tied(Module):
@@ -292,15 +293,18 @@ class _Tied(Module):
 @pytest.mark.parametrize("vocabulary", [4, 5])
 def test_a_table_is_no_linear_layers_weight(vocabulary, reverse):
     """With as many words as features it was, transposed, and nothing was said."""
-    with pytest.raises(UsageError, match=r"head.weight is table.weight, but .*nn.TiedLinear\("):
-        _Tied(vocabulary, 4, reverse).initialize()
+    usage_error(
+        r"head.weight is table.weight, but .*nn.TiedLinear\(",
+        lambda: _Tied(vocabulary, 4, reverse).initialize(),
+    )
     model = Sequential(Embedding(vocabulary, 4), Linear(4, 4)).initialize()
     layers = dict(model.children())
     layers["1"].weight = layers["0"].weight  # after it got its values
-    with pytest.raises(UsageError, match="1.weight is 0.weight"):
-        model.check_stored()
-    with pytest.raises(UsageError, match=r"table \(rows, features\); call nnmpi.nn.TiedLinear"):
-        linear(Tensor(np.ones((1, 4), "float32")), layers["0"].weight)
+    usage_error("1.weight is 0.weight", model.check_stored)
+    usage_error(
+        r"table \(rows, features\); call nnmpi.nn.TiedLinear",
+        lambda: linear(Tensor(np.ones((1, 4), "float32")), layers["0"].weight),
+    )
 
 
 def test_layers_alike_may_share_a_weight():

@@ -11,6 +11,7 @@ import nnmpi
 from nnmpi import data, models, nn, ops, optim
 from nnmpi.base.errors import DeviceError, GraphError, ShapeError, UsageError
 from tests.device.here import on_device
+from tests.harness.refusals import refuses, usage_error
 
 
 def test_reprs_say_what_it_is():
@@ -177,8 +178,7 @@ def test_wrong_arguments_are_refused_by_name():
         "seed is 'a'; give a whole number": lambda: nn.Linear(1, 1).initialize(cast(Any, "a")),
     }
     for words, call in calls.items():
-        with pytest.raises((UsageError, ShapeError), match=re.escape(words)):
-            call()
+        refuses((UsageError, ShapeError), re.escape(words), call)
     for owner, name, told in (
         (nnmpi, "Workr", "did you mean 'Worker'"),
         (nnmpi, "manual_seed", r"in nnmpi: model.initialize\(seed=0\)"),
@@ -189,12 +189,17 @@ def test_wrong_arguments_are_refused_by_name():
         (Net(), "depth", "no attribute 'layres'"),
         (Net(), "norm", "no attribute 'norm'$"),
     ):
-        with pytest.raises(AttributeError, match=told):
-            getattr(owner, name)
-    with pytest.raises(DeviceError, match="elements do not fit into memory; make the model"):
-        nn.Linear(10**30, 1).initialize()
-    with pytest.raises(GraphError, match="needs a Tensor, not ndarray"):
-        ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
+        refuses(AttributeError, told, getattr, owner, name)
+    refuses(
+        DeviceError,
+        "elements do not fit into memory; make the model",
+        lambda: nn.Linear(10**30, 1).initialize(),
+    )
+    refuses(
+        GraphError,
+        "needs a Tensor, not ndarray",
+        lambda: ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1])),
+    )
 
 
 def test_a_parameter_is_not_replaced_by_values():
@@ -213,7 +218,6 @@ def test_a_parameter_is_not_replaced_by_values():
 
 def test_a_parameter_of_several_axes_needs_initial_values():
     """Two layers of zeros behind one another have no gradients."""
-    with pytest.raises(UsageError, match=r"shape \(64, 32\) would begin with zeros.*give init"):
-        nn.Parameter((64, 32))
+    usage_error(r"shape \(64, 32\) would begin with zeros.*give init", nn.Parameter, (64, 32))
     assert nn.Parameter((32,)).init is not None
     assert nn.Parameter((2, 2), nn.Constant(0)).shape == nn.Parameter(np.zeros((2, 2))).shape

@@ -8,7 +8,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, optim
-from nnmpi.base.errors import CheckpointError, GraphError, UsageError
+from nnmpi.base.errors import CheckpointError, GraphError
 from nnmpi.nn import (
     BatchNorm,
     Constant,
@@ -26,6 +26,7 @@ from nnmpi.nn import (
     training,
 )
 from tests.device.here import zeros
+from tests.harness.refusals import refuses, usage_error
 
 
 def model():
@@ -83,8 +84,9 @@ def test_known_values_stay_the_same():
 @pytest.mark.parametrize("dtype", ["float16", "nonsense", float, None])
 def test_dtypes_that_are_not_supported(dtype):
     """One sentence that says which are."""
-    with pytest.raises(UsageError, match="is not supported; choose float32 or float64"):
-        model().initialize(dtype=dtype)
+    usage_error(
+        "is not supported; choose float32 or float64", lambda: model().initialize(dtype=dtype)
+    )
 
 
 def test_groups_and_allocator_reach_the_storage():
@@ -179,8 +181,13 @@ def test_states_that_do_not_fit(change, words):
     made = model().initialize(seed=1)
     before = made.state()
     state = {**model().initialize(seed=2).state(), **change}
-    with pytest.raises(CheckpointError, match=words):
-        made.load_state({name: values for name, values in state.items() if values is not None})
+    refuses(
+        CheckpointError,
+        words,
+        lambda: made.load_state(
+            {name: values for name, values in state.items() if values is not None}
+        ),
+    )
     np.testing.assert_equal(made.state(), before)
 
 
@@ -198,8 +205,7 @@ def test_a_part_is_never_drawn_again():
         lambda: optim.SGD(part.parameters(), lr=0.1),
         lambda: optim.SGD(nn.Sequential(part, nn.Linear(3, 4)).parameters(), lr=0.1),
     ):
-        with pytest.raises(UsageError, match="another model's storage"):
-            use()
+        usage_error("another model's storage", use)
     assert all((x == 0.25).all() for x in model.state().values())
 
 
@@ -225,8 +231,7 @@ def test_a_part_that_was_loaded_alone_keeps_its_values_in_a_model(later):
     optim.SGD(model.parameters(), lr=0.1)
     assert all((x == 2).all() for name, x in model.state().items() if name.startswith("0."))
     assert (model.layers[1].weight.data != 0).any()
-    with pytest.raises(UsageError, match="another model's storage"):
-        optim.SGD(backbone.parameters(), lr=0.1)
+    usage_error("another model's storage", lambda: optim.SGD(backbone.parameters(), lr=0.1))
     model.initialize(seed=1)  # all of it is the model's by now
     assert not (model.layers[0].layers[0].weight.data == 2).all()
 
@@ -255,8 +260,7 @@ def test_a_layer_added_after_initialize_is_refused_by_optimizer_and_zero_grad(ta
         lambda: optim.SGD(model.storage, lr=0.1),
         model.zero_grad,
     ):
-        with pytest.raises(UsageError, match="added later"):
-            use()
+        usage_error("added later", use)
 
 
 def test_a_write_to_the_storage_between_the_passes_is_noticed():
@@ -318,8 +322,7 @@ def test_a_part_of_another_model_is_refused_in_whatever_way_it_comes(change, how
         model.blocks = [*model.blocks]  # the same parts
         run(x)
         change(model, other)
-        with pytest.raises(UsageError, match="added later|not registered and would not be trained"):
-            run(x)
+        usage_error("added later|not registered and would not be trained", run, x)
 
     nnmpi.simulate(program, 1)
 

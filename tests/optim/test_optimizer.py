@@ -11,6 +11,7 @@ from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, Optimizer, RMSprop
 from nnmpi.optim import optimizer as module
 from nnmpi.optim.updates import OPTIMIZERS
+from tests.harness.refusals import refuses, usage_error
 
 CASES = {
     "sgd": lambda storage: SGD(storage, 0.1),
@@ -116,8 +117,7 @@ def test_replaced_arrays_are_noticed(which):
     storage = Arrays(values([3]), values([3]))
     optimizer = SGD(storage, 0.1)
     getattr(storage, which)[0] = np.zeros(3)
-    with pytest.raises(UsageError, match="the storage's arrays were replaced"):
-        optimizer.step()
+    usage_error("the storage's arrays were replaced", optimizer.step)
 
 
 def test_weight_decay_by_group():
@@ -167,8 +167,7 @@ def test_an_optimizer_follows_a_storage_that_moves():
     saved.step()
     np.testing.assert_array_equal(storage.data[0], plain.data[0])
     storage.move([np.zeros(4)], [np.zeros(4)])
-    with pytest.raises(ShapeError, match="arrays have changed from"):
-        moved.step()
+    refuses(ShapeError, "arrays have changed from", moved.step)
 
 
 @every_optimizer
@@ -187,8 +186,9 @@ def test_other_arrays_share_the_state(make):
         item.step()
     for mine, theirs in zip(other.storage.data, expected.storage.data, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    with pytest.raises(ShapeError, match="arrays have changed from"):
-        first.over(Arrays(values([3]), values([3])))
+    refuses(
+        ShapeError, "arrays have changed from", lambda: first.over(Arrays(values([3]), values([3])))
+    )
 
 
 def test_parts_of_the_buffers_are_updated_alone(monkeypatch):
@@ -258,7 +258,8 @@ def test_an_optimizer_of_ones_own_updates_blocks():
         def __init__(self, storage):
             super().__init__(storage, 0.1, 0.0, slots=())
 
-    with pytest.raises(
-        NotImplementedError, match=r"Empty defines no formula, and no update_block\(block, lr\)"
-    ):
-        Empty(Arrays(data, grads)).step()
+    refuses(
+        NotImplementedError,
+        r"Empty defines no formula, and no update_block\(block, lr\)",
+        lambda: Empty(Arrays(data, grads)).step(),
+    )

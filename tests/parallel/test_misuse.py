@@ -36,6 +36,7 @@ from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.tensor import Function, Tensor
 from tests.equivalence.reference import Setup, run
+from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import replicas, sgd, work
 
 ROWS = 13
@@ -309,8 +310,7 @@ def test_ranks_that_would_train_differently(group, words, asynchronous):
     setting = Setting(group)
     options = {"optimizer": sgd(setting.model), **DIFFERENT[words](setting.model, group.rank)}
     make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
-    with pytest.raises(UsageError, match=f"options differ: .*{words}"):
-        make(setting.model, group=group, **options)
+    usage_error(f"options differ: .*{words}", make, setting.model, group=group, **options)
 
 
 @ON_2
@@ -340,15 +340,19 @@ def test_parameters_that_replicas_freeze_later(group):
 
 @pytest.mark.parametrize("option", ["exchange", "numerics"])
 def test_options_of_another_type(group, option):
-    with pytest.raises(UsageError, match=rf"str is no .* call Worker\(\.\.\., {option}="):
-        Setting(group).worker(**{option: "bf16"})
+    usage_error(
+        rf"str is no .* call Worker\(\.\.\., {option}=",
+        lambda: Setting(group).worker(**{option: "bf16"}),
+    )
 
 
 @ON_2
 def test_ranks_whose_layouts_differ(group):
     layout = Layout(pp=2, split=(1 + group.rank, 2 - group.rank))
-    with pytest.raises(UsageError, match=r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)"):
-        arrange(models.mlp((5,), 3), group, layout)
+    usage_error(
+        r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)",
+        lambda: arrange(models.mlp((5,), 3), group, layout),
+    )
 
 
 @ON_2
@@ -356,8 +360,13 @@ def test_shards_of_other_weights(group):
     """A Worker compares seeds, as in stage 3 no rank has all weights. Others are rank 0's."""
     where = arrange(models.mlp((5,), 3), group, Layout(zero=1))
     model = where.model.initialize(seed=group.rank, storage=where.storage)
-    with pytest.raises(UsageError, match="rank 0 has initial seed 0; rank 1 has initial seed 1"):
-        work(model, group, arrangement=where)
+    usage_error(
+        "rank 0 has initial seed 0; rank 1 has initial seed 1",
+        work,
+        model,
+        group,
+        arrangement=where,
+    )
     first, _ = group.gather([float(item.data.sum()) for item in model.parameters()])
     ShardedDataParallel(model, group).release()
     assert [float(item.data.sum()) for item in model.parameters()] == first
@@ -377,8 +386,7 @@ def test_a_copy_of_a_model_at_work(group, duplicate):
         (setting.model.parameters()[0] * 2, r"copy x.detach\(\)"),
         (optimizer, "save both with nnmpi.save"),
     ):
-        with pytest.raises(NnmpiError, match=how):
-            duplicate(item)
+        refuses(NnmpiError, how, duplicate, item)
     parallel.release()
 
 
@@ -445,10 +453,10 @@ MEANS = {
 @pytest.mark.parametrize("dp, pp", [(1, 1), (3, 1), (1, 2)])
 def test_one_number_is_no_loss(dp, pp, name):
     """It may be a mean over this rank's rows, which would be divided a second time."""
-    with pytest.raises(
-        UsageError, match="returned one number for labels of shape .* one value for each label"
-    ):
-        simulate(lambda group: _losses(group, MEANS[name], Layout(dp=dp, pp=pp)), dp * pp)
+    usage_error(
+        "returned one number for labels of shape .* one value for each label",
+        lambda: simulate(lambda group: _losses(group, MEANS[name], Layout(dp=dp, pp=pp)), dp * pp),
+    )
 
 
 @pytest.mark.simulated
@@ -513,11 +521,19 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name, stage):
     for rows in ((4, 4), (7, 1), (8, 0)):
         norms = step(rows, lambda own, everyones, ranks: count(everyones))
         assert norms == pytest.approx([serial] * 2)
-    with pytest.raises(UsageError, match="different numbers of samples: rank 0 has"):
-        step((5, 3), lambda own, everyones, ranks: len(own))
+    usage_error(
+        "different numbers of samples: rank 0 has",
+        step,
+        (5, 3),
+        lambda own, everyones, ranks: len(own),
+    )
     if name != "ignored":
-        with pytest.raises(UsageError, match="by its own 4 samples; give backward the number of"):
-            step((4, 4), lambda own, everyones, ranks: len(own))
+        usage_error(
+            "by its own 4 samples; give backward the number of",
+            step,
+            (4, 4),
+            lambda own, everyones, ranks: len(own),
+        )
 
 
 @pytest.mark.host_only("on a device the host would have to wait for the loss")
@@ -546,8 +562,7 @@ def test_a_mean_is_not_divided_again(loss):
     (serial,) = step(lambda own, everyones, ranks: 1, 1)
     assert step(lambda own, everyones, ranks: ranks) == pytest.approx([serial] * 2)
     for samples in (lambda *labels: len(labels[0]), lambda *labels: len(labels[1])):
-        with pytest.raises(UsageError, match="the loss is a mean already; give it with reduc"):
-            step(samples)
+        usage_error("the loss is a mean already; give it with reduc", step, samples)
 
 
 @pytest.mark.parametrize("kind", ["worker", "overlapped", "zero"])
@@ -654,7 +669,7 @@ def _clip(part: str):
           for names, part, text in (("tp zero", "0", SHARDED), ("pp", "", STAGE))),
         *(("tp both", make, LayoutError, NO_REPLICAS)
           for make in (DataParallel, partial(ShardedDataParallel, stage=1))),
-        ("experts", lambda model, ranks: DataParallel(model, ranks.split(ranks.rank // 2, ranks.rank)),
+        ("experts", lambda model, group: DataParallel(model, group.split(group.rank // 2)),
          LayoutError, "e.w1 is sharded over other ranks, .*where.mesh.replicas"),
         ("tp pp experts", lambda model, _: model.state(), UsageError, PART),
         ("tp experts", lambda model, _: copy.deepcopy(model), CommError, "cannot be copied"),

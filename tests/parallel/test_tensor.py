@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, models, nn
-from nnmpi.base.errors import CommError, LayoutError, ShapeError, UsageError
+from nnmpi.base.errors import CommError, LayoutError, ShapeError
 from nnmpi.nn import Module, Sharding
 from nnmpi.nn.sharding import find
 from nnmpi.parallel.replication import check_replicas
 from nnmpi.parallel.tensor import shard
+from tests.harness.refusals import refuses, usage_error
 from tests.parallel.sharded.compare import check_equal
 
 C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sharding.REPLICATED
@@ -117,14 +118,13 @@ def test_weights_that_went_apart_are_found(group):
     check_replicas(model, group)
     if group.rank == group.size - 1:
         dict(model.named_buffers())["3.body.4.running_mean"].data[0] += 1e-6
-    with pytest.raises(
+    refuses(
         CommError,
-        match=(
-            f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank"
-            " 0 has"
-        ),
-    ):
-        check_replicas(model, group)
+        f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank 0 has",
+        check_replicas,
+        model,
+        group,
+    )
 
 
 def tied(one: nn.Linear, other: nn.Linear) -> Module:
@@ -172,15 +172,13 @@ REFUSED = [
 @pytest.mark.parametrize("build, table, words", REFUSED)
 def test_refusals(group, build, table, words):
     """A sentence that names the layer and what would work."""
-    with pytest.raises(LayoutError, match=words):
-        shard(build(), group, table)
+    refuses(LayoutError, words, lambda: shard(build(), group, table))
 
 
 @pytest.mark.simulated(min_size=2)
 def test_other_refusals(group):
     """Initialized models, images of another size, and too few groups."""
-    with pytest.raises(UsageError, match="shard it first"):
-        shard(models.mlp((4,), 3).initialize(seed=0), group)
+    usage_error("shard it first", lambda: shard(models.mlp((4,), 3).initialize(seed=0), group))
     for layer, sample, words in (
         (
             nn.Conv2d(1, 1, (3, 5)),
@@ -195,29 +193,35 @@ def test_other_refusals(group):
     ):
         with pytest.raises(LayoutError, match=words):
             shard(nn.Sequential(layer), group, {"0": H}, sample=sample)
-    with pytest.raises(
-        LayoutError, match="'1' has windows of 5 columns, which do not fit images of 4 columns"
-    ):
-        shard(
+    refuses(
+        LayoutError,
+        "'1' has windows of 5 columns, which do not fit images of 4 columns",
+        lambda: shard(
             nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d((2, 5))),
             group,
             {"0": H, "1": H},
             sample=(6, 4, 1),
-        )
-    with pytest.raises(LayoutError, match="use a Sharding"):
-        shard(models.mlp((4,), 3), group, {"1": "column"})
-    with pytest.raises(LayoutError, match="too few"):
-        shard(
+        ),
+    )
+    refuses(
+        LayoutError, "use a Sharding", lambda: shard(models.mlp((4,), 3), group, {"1": "column"})
+    )
+    refuses(
+        LayoutError,
+        "too few",
+        lambda: shard(
             nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)),
             group if group.size > 2 else _Many(),
             {"0": C},
-        )
+        ),
+    )
     model = nn.Sequential(nn.Conv2d(1, 1, 3))
     shard(model, group, {"0": H}, sample=(9, 4, 1))
     model.initialize(seed=0)
     if group.size < 9:
-        with pytest.raises(ShapeError, match="sharded for 9 in dimension 1"):
-            model(np.zeros((1, 90, 4, 1), np.float32))
+        refuses(
+            ShapeError, "sharded for 9 in dimension 1", model, np.zeros((1, 90, 4, 1), np.float32)
+        )
     group.barrier()
 
 

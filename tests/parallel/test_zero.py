@@ -31,7 +31,7 @@ from nnmpi import (
     simulate,
 )
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import DeviceError, DivergenceError, UsageError
+from nnmpi.base.errors import DeviceError, DivergenceError
 from nnmpi.base.shard import part
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.simulated.simulated_comm import SimulatedComm
@@ -44,7 +44,7 @@ from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, batches, build, differences, run
 from tests.equivalence.rows import GPT, LIMITED, ZERO
-from tests.harness.refusals import told
+from tests.harness.refusals import refuses, told, usage_error
 from tests.worker_options import arranged, replicas, sgd, work
 
 TOKENS, TIME = 13, 6
@@ -200,8 +200,7 @@ def test_misuse_is_refused(ranks):
         return ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int))
 
     def main(group: Group):
-        with pytest.raises(UsageError, match="no stage 4"):
-            nnmpi.ShardedDataParallel(mlp().initialize(), group, 4)
+        usage_error("no stage 4", lambda: nnmpi.ShardedDataParallel(mlp().initialize(), group, 4))
         model = mlp().initialize()
         early = sgd(model)
         parallel = nnmpi.ShardedDataParallel(model, group, 3, unit_bytes=1)
@@ -211,17 +210,13 @@ def test_misuse_is_refused(ranks):
             (model[1].state, "gather_model"),
             (lambda: loss_of(model).backward(), "call parallel.backward"),
         ):
-            with pytest.raises(UsageError, match=words):
-                call()
+            usage_error(words, call)
         parallel.backward(loss_of(model), 1)
-        with pytest.raises(UsageError, match="call model.zero_grad"):
-            parallel.backward(loss_of(model), 1)
+        usage_error("call model.zero_grad", lambda: parallel.backward(loss_of(model), 1))
         parallel.release()
         parallel.release()
-        with pytest.raises(UsageError, match="gather_model"):
-            model(np.ones((1, 5), np.float32))
-        with pytest.raises(UsageError, match="was released"):
-            parallel.backward(Tensor(np.ones(())), 1)
+        usage_error("gather_model", model, np.ones((1, 5), np.float32))
+        usage_error("was released", lambda: parallel.backward(Tensor(np.ones(())), 1))
 
     simulate(main, ranks, check=False)
 
@@ -249,8 +244,9 @@ def test_what_does_not_go_with_it_is_refused():
     def main(group: Group):
         where = arrange(mlp(), group, Layout(zero=3))
         where.model.initialize(seed=0)
-        with pytest.raises(UsageError, match=r"storage=arrangement\.storage"):
-            work(where.model, group, lr=1.0, arrangement=where)
+        usage_error(
+            r"storage=arrangement\.storage", work, where.model, group, lr=1.0, arrangement=where
+        )
         where.model.initialize(seed=0, storage=where.storage)
         optimizer = sgd(where.model, 1.0)
         exchange = GradientExchange(fused_update=True)
@@ -489,8 +485,7 @@ def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
         if stage == 1 or name not in ("a penalty", "by its layers"):
             np.testing.assert_allclose(simulate(run_it, 2), expected, rtol=1e-12)
         else:
-            with pytest.raises(NnmpiError, match=r"[02].(weight|bias) .* forward.* stage=1"):
-                simulate(run_it, 2)
+            refuses(NnmpiError, r"[02].(weight|bias) .* forward.* stage=1", simulate, run_it, 2)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])

@@ -24,6 +24,7 @@ from nnmpi.schedule.schedule import (
     Schedule,
 )
 from nnmpi.schedule.schedules import make
+from tests.harness.refusals import refuses
 from tests.schedule.every import KINDS, in_units, lowered
 
 Programs = list[list[Item]]
@@ -116,8 +117,7 @@ def test_by_hand(old, new, sentence):
     if sentence is None:
         check(schedule)
         return
-    with pytest.raises(ScheduleError, match=sentence):
-        check(schedule)
+    refuses(ScheduleError, sentence, check, schedule)
 
 
 def test_deadlock_of_sends_that_wait():
@@ -135,8 +135,11 @@ def test_deadlock_of_sends_that_wait():
 
 def test_deadlock_of_receives():
     first = "0F0 0F1 0RECV_GRAD0 0SEND_ACT0 0SEND_ACT1 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
-    with pytest.raises(ScheduleError, match="deadlock .*: rank 0 in 0RECV_GRAD0, rank 1 in"):
-        check(read(first, LAST))
+    refuses(
+        ScheduleError,
+        "deadlock .*: rank 0 in 0RECV_GRAD0, rank 1 in",
+        lambda: check(read(first, LAST)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,8 +160,7 @@ def test_stages_of_one_rank_follow_one_another(name, ranks, first, second):
             tuple(order.get(item, item) for item in local) for local in schedule.programs
         ),
     )
-    with pytest.raises(ScheduleError, match=f"{first} comes before {second}, which it needs"):
-        check(swapped)
+    refuses(ScheduleError, f"{first} comes before {second}, which it needs", check, swapped)
 
 
 # ---- any fault anywhere ----
@@ -233,8 +235,11 @@ def test_gradients_are_summed_before_the_next_backward():
     program = list(schedule.programs[0])
     at = program.index(Kind.REDUCE.at(1, 0))
     program[at : at + 2] = reversed(program[at : at + 2])
-    with pytest.raises(ScheduleError, match="0B0 comes before the gradients of 1B0 are summed"):
-        check(replace(schedule, programs=(tuple(program),)))
+    refuses(
+        ScheduleError,
+        "0B0 comes before the gradients of 1B0 are summed",
+        lambda: check(replace(schedule, programs=(tuple(program),))),
+    )
 
 
 @settings(max_examples=100)

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nnmpi.base.errors import UsageError
 from nnmpi.teaching import grade as module
 from nnmpi.teaching.exercise.exercises import EXERCISES
 from nnmpi.teaching.grade import Assignment, Criterion, grade, main, read_assignment
+from tests.harness.refusals import usage_error
 from tests.teaching.exercise.cheats import CHEATS
 from tests.teaching.exercise.sealed import unseal
 
@@ -308,8 +308,7 @@ def test_what_has_no_end_is_not_opened(assignment, tmp_path):
     (outcome,) = grade(only, folder / "bob.py").outcomes
     assert outcome.text.startswith("bob.py is no ordinary file")
     for name in ("bob.py", "eve"):
-        with pytest.raises(UsageError, match="is neither a file nor a folder"):
-            main([str(assignment), str(folder / name)])
+        usage_error("is neither a file nor a folder", main, [str(assignment), str(folder / name)])
     text = main([str(assignment), str(folder), "--as", "class"])
     assert re.search(r"bob.py +blocked", text) and re.search(r"eve +blocked", text)
 
@@ -355,8 +354,7 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment, tmp_path):
     (folder / "zoe").symlink_to(folder / "two")
     (folder / "\x1b[2J.py").write_text("")
     (folder / "x\nbob.py   10 of 10\t.py").write_text("")
-    with pytest.raises(UsageError, match="give --as one or --as class"):
-        main([str(assignment), str(folder)])
+    usage_error("give --as one or --as class", main, [str(assignment), str(folder)])
     text = main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
     assert text.count("\nbob.py") == 1  # no name has a row for another
     result = {load["submission"]: load["outcomes"] for load in json.loads(out.read_text())}
@@ -498,5 +496,4 @@ def test_an_assignment_that_means_nothing_is_refused(old, new, told, assignment,
     assignment.write_text(text.replace(old, new, 1))
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
-    with pytest.raises(UsageError, match=told):
-        main([str(assignment), str(file)])
+    usage_error(told, main, [str(assignment), str(file)])

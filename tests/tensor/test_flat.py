@@ -5,11 +5,12 @@ import copy
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import GraphError, ShapeError, UsageError
+from nnmpi.base.errors import GraphError, ShapeError
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, zeros
+from tests.harness.refusals import refuses, usage_error
 
 SHAPES = {
     "a.weight": (3, 5),
@@ -93,8 +94,13 @@ def test_groups():
 
 def test_values_of_another_shape_are_refused():
     """The parameter is named."""
-    with pytest.raises(ShapeError, match=r"w got values of shape \(2,\), not \(3,\)"):
-        FlatStorage({"w": parameter((3,))}, {"w": np.zeros(2)}, lambda n, dtype: np.zeros(n, dtype))
+    refuses(
+        ShapeError,
+        r"w got values of shape \(2,\), not \(3,\)",
+        lambda: FlatStorage(
+            {"w": parameter((3,))}, {"w": np.zeros(2)}, lambda n, dtype: np.zeros(n, dtype)
+        ),
+    )
 
 
 def test_views():
@@ -146,8 +152,7 @@ def test_finish_writes_zeros_where_no_pass_wrote():
 def test_a_shallow_copy_is_refused():
     """The parameters would lie in two storages."""
     storage, _ = make()
-    with pytest.raises(GraphError, match="load_state"):
-        copy.copy(storage)
+    refuses(GraphError, "load_state", copy.copy, storage)
 
 
 @pytest.mark.parametrize("what", ["data", "buffer"])
@@ -155,8 +160,7 @@ def test_parameter_that_lies_elsewhere_is_noticed(what):
     """An update of this storage would not reach it, and training would stand still."""
     storage, p = make()
     setattr(p["a.bias"], what, np.zeros(5, "float32"))
-    with pytest.raises(UsageError, match=r"a\.bias is no longer in this storage.*data\[\.\.\.\]"):
-        storage.finish_gradients()
+    usage_error(r"a\.bias is no longer in this storage.*data\[\.\.\.\]", storage.finish_gradients)
 
 
 # ---------------------------------------------------------------- parameters
@@ -176,11 +180,11 @@ def test_a_parameter_knows_its_shape_before_it_has_values():
         lambda: linear(Tensor(np.ones((1, 2))), p),
         p.numpy,
     ):
-        with pytest.raises(
+        refuses(
             GraphError,
-            match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first",
-        ):
-            use()
+            r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first",
+            use,
+        )
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = p.colour
 

@@ -7,7 +7,8 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, data, nn, ops
-from nnmpi.base.errors import DataError, GraphError, UsageError
+from nnmpi.base.errors import GraphError
+from tests.harness.refusals import data_error, refuses, usage_error
 
 X, Y = np.arange(8, dtype=np.float32).reshape(2, 4), np.array([0, 1])
 
@@ -81,10 +82,11 @@ def test_an_array_of_another_library_is_as_good_as_numpys(kind, use):
 @pytest.mark.host_only("other libraries' arrays, in the host's memory")
 @pytest.mark.parametrize("use", sorted({*USES} - {"index", "classes", "tokens"}))
 def test_what_numpy_cannot_read_is_refused(use):
-    with pytest.raises(UsageError, match=r"a Sparse is sparse, .*; give x.toarray\(\)"):
-        USES[use](Sparse(X), Y)
-    with pytest.raises(UsageError, match=r"this tests Stranger \(it is elsewhere\); convert"):
-        USES[use](Stranger(RuntimeError("it is elsewhere")), Y)
+    usage_error(r"a Sparse is sparse, .*; give x.toarray\(\)", lambda: USES[use](Sparse(X), Y))
+    usage_error(
+        r"this tests Stranger \(it is elsewhere\); convert",
+        lambda: USES[use](Stranger(RuntimeError("it is elsewhere")), Y),
+    )
 
 
 class ByItem(dict[str, Any]):
@@ -104,16 +106,21 @@ def test_objects_are_not_asked_for_names():
             return x * self.config.scale
 
     assert Scaled(ByItem(scale=2.0))(X).numpy().tolist() == (X * 2).tolist()
-    with pytest.raises(UsageError, match="a Loader takes one data set, not a ByItem of scale"):
-        data.Loader(ByItem(scale=2.0), 2)
+    usage_error(
+        "a Loader takes one data set, not a ByItem of scale",
+        lambda: data.Loader(ByItem(scale=2.0), 2),
+    )
 
 
 @pytest.mark.host_only("NumPy's memory, which is lent")
 def test_a_tensor_lends_its_memory():
     lent = np.from_dlpack(Tensor(X))
     assert np.shares_memory(lent, X)
-    with pytest.raises(GraphError, match=r"not an array; use x.numpy\(\) or x.detach"):
-        np.from_dlpack(Tensor(X, requires_grad=True))
+    refuses(
+        GraphError,
+        r"not an array; use x.numpy\(\) or x.detach",
+        lambda: np.from_dlpack(Tensor(X, requires_grad=True)),
+    )
     torch = pytest.importorskip("torch")
     assert torch.from_dlpack(Tensor(X)).data_ptr() == X.ctypes.data
 
@@ -127,5 +134,4 @@ def test_a_tensor_lends_its_memory():
     ],
 )
 def test_what_other_libraries_mean_is_named(values, label, right):
-    with pytest.raises(DataError, match=right):
-        data.Dataset("d", values, np.array(label), 2)
+    data_error(right, data.Dataset, "d", values, np.array(label), 2)

@@ -23,6 +23,7 @@ from nnmpi.train.checkpoint import (
     load_checkpoint,
     read_checkpoint,
 )
+from tests.harness.refusals import refuses
 
 
 @dataclass
@@ -130,8 +131,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     save(tmp_path, make(1), keep=1)
     for place in (files, module):
         monkeypatch.setattr(place, "opened_to_write", lambda file, root: Disk(file, "wb"))
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, make(2), keep=1)
+    refuses(OSError, "No space left", lambda: save(tmp_path, make(2), keep=1))
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
@@ -166,10 +166,8 @@ def test_damage_is_found_and_an_older_checkpoint_taken(tmp_path, name, damage, t
 def test_a_damaged_state_is_found(tmp_path, content):
     folder = save(tmp_path, make(1), keep=3)
     (folder / "state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"state\.json: damaged or missing"):
-        read_checkpoint(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is complete"):
-        load_checkpoint(tmp_path)
+    refuses(CheckpointError, r"state\.json: damaged or missing", read_checkpoint, folder)
+    refuses(CheckpointError, "no checkpoint in .* is complete", load_checkpoint, tmp_path)
 
 
 def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
@@ -188,8 +186,7 @@ def test_another_format_is_refused(tmp_path):
     folder = save(tmp_path, make(1), keep=3)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has a format other than 1"):
-        read_checkpoint(folder)
+    refuses(CheckpointError, "has a format other than 1", read_checkpoint, folder)
 
 
 @pytest.mark.parametrize("latest", [None, "", "step-00000099\n", "../elsewhere\n"])

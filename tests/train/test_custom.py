@@ -25,6 +25,7 @@ from nnmpi.train.folder import default_folder
 from nnmpi.train.metrics import read_metrics
 from tests.data.locked import lock
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 
 OWN = '''
 """All that a student writes."""
@@ -186,8 +187,7 @@ def test_a_callback_is_told_each_record_once():
 def test_what_is_wrong_is_said_before_it_runs(words, sentence):
     """With the fault; nobody hangs."""
     sentence = sentence.replace("(", r"\(").replace(")", r"\)")
-    with pytest.raises((UsageError, ScheduleError), match=sentence):
-        run(words, 3)
+    refuses((UsageError, ScheduleError), sentence, run, words, 3)
 
 
 @pytest.fixture
@@ -222,10 +222,7 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(command, train
 
     net = trained.parent / "net.py"
     net.write_text(f"{NET}\nopen({str(trained.parent / 'executed')!r}, 'w').close()\n")
-    with pytest.raises(
-        UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* give --trust"
-    ):
-        use()
+    usage_error(r"names code outside of nnmpi, --model .*net.py:build, .* give --trust", use)
     assert not (trained.parent / "executed").exists()
     use("--trust")
 
@@ -263,8 +260,7 @@ def test_a_folder_with_a_colon_runs_no_code(tmp_path, monkeypatch):
         lambda: on_ranks(train, ["--resume", str(run)]),
         lambda: on_ranks(evaluate.main, [str(run)]),
     ):
-        with pytest.raises(UsageError, match=r"names code outside of nnmpi"):
-            act()
+        usage_error(r"names code outside of nnmpi", act)
 
 
 def test_code_that_is_named_again_or_replaced_needs_no_word(trained):
@@ -296,8 +292,9 @@ def test_a_file_that_ends_the_program_proves_nothing(text, tmp_path):
     """Its status would be that of a proof."""
     file = tmp_path / "own.py"
     file.write_text(text)
-    with pytest.raises((UsageError, ScheduleError), match="SystemExit"):
-        comm(["prove", f"{file}:steps", "--ranks", "3"])
+    refuses(
+        (UsageError, ScheduleError), "SystemExit", comm, ["prove", f"{file}:steps", "--ranks", "3"]
+    )
 
 
 NET = """
@@ -364,21 +361,26 @@ def test_a_model_from_a_module():
     ],
 )
 def test_what_is_wrong_is_said(file, name, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        build_model(ModelConfig(name.format(file=file, folder=file.parent)), (4,), 3)
+    usage_error(
+        sentence,
+        lambda: build_model(ModelConfig(name.format(file=file, folder=file.parent)), (4,), 3),
+    )
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(file, monkeypatch):
     lock(file.parent, monkeypatch)
-    with pytest.raises(
-        UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"
-    ):
-        build_model(ModelConfig(f"{file}:build"), (4,), 3)
+    usage_error(
+        rf"--model {file}:build: {file} cannot be read \(Permission denied\)$",
+        lambda: build_model(ModelConfig(f"{file}:build"), (4,), 3),
+    )
 
 
 def test_a_fault_inside_the_function_is_not_hidden(file):
-    with pytest.raises(TypeError, match="unsupported operand"):
-        build_model(ModelConfig(f"{file}:broken"), (4,), 3)
+    refuses(
+        TypeError,
+        "unsupported operand",
+        lambda: build_model(ModelConfig(f"{file}:broken"), (4,), 3),
+    )
 
 
 def test_names(tmp_path):

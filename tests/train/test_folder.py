@@ -18,6 +18,7 @@ from nnmpi.train.config import Config, assemble, flatten
 from nnmpi.train.folder import RunFolder, default_folder
 from tests.data.locked import lock
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 
 
 def test_the_resolved_configuration_lies_in_the_folder(tmp_path):
@@ -30,36 +31,35 @@ def test_the_resolved_configuration_lies_in_the_folder(tmp_path):
 
 def test_a_folder_with_a_run_is_refused(tmp_path):
     RunFolder(tmp_path).create(flatten(Config()))
-    with pytest.raises(UsageError, match=f"already holds a run .* with --resume {tmp_path}"):
-        RunFolder(tmp_path).check_free()
+    usage_error(
+        f"already holds a run .* with --resume {tmp_path}", lambda: RunFolder(tmp_path).check_free()
+    )
 
 
 def test_what_is_no_folder_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(UsageError, match="is a file"):
-        RunFolder(file).check_free()
-    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
-        RunFolder(file / "below").create(flatten(Config()))
+    usage_error("is a file", lambda: RunFolder(file).check_free())
+    usage_error(
+        r"cannot be written \(Not a directory\)",
+        lambda: RunFolder(file / "below").create(flatten(Config())),
+    )
 
 
 def test_a_place_that_the_system_refuses_is_named_with_its_reason(tmp_path, monkeypatch):
-    with pytest.raises(
-        UsageError,
-        match=r"--out .*aaa cannot be written \(File name too long\); give a writable folder",
-    ):
-        RunFolder(tmp_path / ("a" * 300)).check_free()
+    usage_error(
+        r"--out .*aaa cannot be written \(File name too long\); give a writable folder",
+        lambda: RunFolder(tmp_path / ("a" * 300)).check_free(),
+    )
     lock(tmp_path, monkeypatch)
-    with pytest.raises(
-        UsageError,
-        match=r"--out .*/y cannot be written \(Permission denied\); give a writable folder",
-    ):
-        RunFolder(tmp_path / "y").check_free()
-    with pytest.raises(
-        UsageError,
-        match=rf"the folder {tmp_path} cannot be written \(Permission denied\); give another",
-    ):
-        default_folder(Config(), tmp_path)
+    usage_error(
+        r"--out .*/y cannot be written \(Permission denied\); give a writable folder",
+        lambda: RunFolder(tmp_path / "y").check_free(),
+    )
+    usage_error(
+        rf"the folder {tmp_path} cannot be written \(Permission denied\); give another",
+        lambda: default_folder(Config(), tmp_path),
+    )
 
 
 def test_default_names_are_not_taken_twice(tmp_path):
@@ -92,8 +92,7 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path)
     write_atomically(tmp_path / "latest", b"step-2")
     assert [item.name for item in tmp_path.iterdir()] == ["latest"]
     os.mkfifo(tmp_path / "pipe")  # as root would /dev/null
-    with pytest.raises(OSError, match="not an ordinary file"):
-        write_atomically(tmp_path / "pipe", b"step-3")
+    refuses(OSError, "not an ordinary file", write_atomically, tmp_path / "pipe", b"step-3")
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -119,8 +118,7 @@ def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(files, "write_synced", full)
-    with pytest.raises(OSError, match="No space"):
-        files.write_text(tmp_path / "file", "second")
+    refuses(OSError, "No space", files.write_text, tmp_path / "file", "second")
     assert (tmp_path / "file").read_text() == "first"
 
 

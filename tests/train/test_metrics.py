@@ -15,6 +15,7 @@ from nnmpi.compose.stats import Totals
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
+from tests.harness.refusals import refuses
 
 
 def train(step: int) -> dict[str, Any]:
@@ -64,8 +65,7 @@ def test_a_cut_last_line_is_dropped(tmp_path, rest):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
-    with pytest.raises(ValueError, match="Expecting"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    refuses(ValueError, "Expecting", read_metrics, tmp_path / "metrics.jsonl")
 
 
 def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path):
@@ -95,8 +95,7 @@ def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path):
         metrics.write(records[1])
         assert steps(file) == [0]
         assert file.read_text().endswith("}\n")
-        with pytest.raises(OSError, match="File too large"):
-            metrics.flush()
+        refuses(OSError, "File too large", metrics.flush)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with metrics:
@@ -115,8 +114,7 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path, moved, again):
         (tmp_path / moved).rename(tmp_path / "elsewhere")
         if again:
             (tmp_path / moved).mkdir()
-        with pytest.raises(CheckpointError, match=r"run/metrics.jsonl was removed or moved"):
-            recorder.flush()
+        refuses(CheckpointError, r"run/metrics.jsonl was removed or moved", recorder.flush)
     with pytest.raises(FileNotFoundError):
         CheckpointWriter(tmp_path / "gone" / "checkpoints", 1).begin()
 

@@ -24,6 +24,7 @@ from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam, AdamW, Muon, ReduceOnPlateau
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, steps
+from tests.harness.refusals import refuses, usage_error
 
 
 def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
@@ -39,19 +40,21 @@ def test_what_does_not_fit_is_refused(group, tmp_path):
     folder = group.share(str(tmp_path))
     model, optimizer, _ = make(group, 0)
     loop = (model, optimizer, group)
-    with pytest.raises(
-        UsageError, match=r"give Python's numbers and strings, such as int\(epoch\)"
-    ):
-        save(folder, loop, epoch=np.int64(3))
+    usage_error(
+        r"give Python's numbers and strings, such as int\(epoch\)",
+        lambda: save(folder, loop, epoch=np.int64(3)),
+    )
     for call in (save, resume):
         with pytest.raises(UsageError, match=r"\(model, optimizer, group\), not a Linear"):
             call(folder, Linear(2, 2))
-        with pytest.raises(UsageError, match="not a int"):
-            call(folder, 3)
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of step . can be written into .*/not/there"
-    ):
-        save(f"{folder}/not/there", loop)
+        usage_error("not a int", call, folder, 3)
+    refuses(
+        CheckpointError,
+        "no checkpoint of step . can be written into .*/not/there",
+        save,
+        f"{folder}/not/there",
+        loop,
+    )
     assert resume(folder, loop) == {}
     for optimizer.steps in (1, 2, 3):
         save(folder, loop, keep=2)
@@ -60,22 +63,29 @@ def test_what_does_not_fit_is_refused(group, tmp_path):
         "step-00000002",
     ]
     for keep in (0, -1):  # which would remove all, the new one included
-        with pytest.raises(UsageError, match=f"keep is {keep}; give a whole number of at least 1"):
-            save(folder, loop, keep=keep)
+        usage_error(
+            f"keep is {keep}; give a whole number of at least 1", save, folder, loop, keep=keep
+        )
     assert len(steps(Path(folder))) == 2
     other = Sequential(Linear(4, 3)).initialize()
-    with pytest.raises(CheckpointError, match="has 0.weight with shape"):
-        resume(folder, (other, Adam(other.storage), group))
+    refuses(
+        CheckpointError,
+        "has 0.weight with shape",
+        lambda: resume(folder, (other, Adam(other.storage), group)),
+    )
     if group.is_root:  # as the train command does, with no place
         writer = CheckpointWriter(Path(folder), 4)
         writer.begin()
         writer.open(MODEL_FILE, {})
         writer.open(OPTIMIZER_FILE, {})
         writer.finish({}, 1)
-    with pytest.raises(
-        CheckpointError, match="is from the train command; continue it with --resume"
-    ):
-        resume(folder, loop)
+    refuses(
+        CheckpointError,
+        "is from the train command; continue it with --resume",
+        resume,
+        folder,
+        loop,
+    )
 
 
 @pytest.mark.simulated(max_size=2)
@@ -88,16 +98,19 @@ def test_a_run_that_did_not_resume_removes_nothing(group, tmp_path):
     kept = [item.name for item in steps(Path(folder, "old"))]
     other, fresh, _ = make(group, 1)
     for fresh.steps in (0, 20, 30):
-        with pytest.raises(UsageError, match="another run, which this one would replace"):
-            save(f"{folder}/old", (other, fresh, group))
+        usage_error(
+            "another run, which this one would replace",
+            save,
+            f"{folder}/old",
+            (other, fresh, group),
+        )
     assert [item.name for item in steps(Path(folder, "old"))] == kept
     resume(f"{folder}/old", (other, fresh, group))
     fresh.steps = 25
     for name in ("old", "new"):
         save(f"{folder}/{name}", (other, fresh, group))
     save(f"{folder}/own", (model, optimizer, group))
-    with pytest.raises(UsageError, match="another run"):
-        save(f"{folder}/own", (*make(group, 2)[:2], group))
+    usage_error("another run", lambda: save(f"{folder}/own", (*make(group, 2)[:2], group)))
 
 
 @pytest.mark.simulated(max_size=2)
@@ -143,14 +156,18 @@ def test_the_rate_and_the_losses_behind_it_are_restored(group, tmp_path):
         save(folder, loop, **({"plateau": plateau} if objects else {}))
         return rates
 
-    with pytest.raises(UsageError, match="plateau=plateau"):
-        run(0, 1, objects=False)
+    usage_error("plateau=plateau", run, 0, 1, objects=False)
     first, second = run(0, 4), run(4, 9)
     folder = group.share(str(tmp_path / "whole"))
     assert run(0, 9) == first + second
     model, optimizer, _ = make(group, 0)
-    with pytest.raises(CheckpointError, match="saved with plateau besides .* resume got nothing"):
-        resume(folder, (model, optimizer, group))
+    refuses(
+        CheckpointError,
+        "saved with plateau besides .* resume got nothing",
+        resume,
+        folder,
+        (model, optimizer, group),
+    )
     assert optimizer.steps == 0
 
 
@@ -175,8 +192,9 @@ def test_a_loop_by_hand_goes_on_in_another_layout(tmp_path, before, after):
         )
         optimizer = Adam(model.storage, lr=0.02)
         if layout.tp == 2:
-            with pytest.raises(UsageError, match=r"give what nnmpi.arrange returned"):
-                save(tmp_path, (model, optimizer, group))
+            usage_error(
+                r"give what nnmpi.arrange returned", save, tmp_path, (model, optimizer, group)
+            )
         resume(tmp_path, (model, optimizer, where))
         while optimizer.steps < stop:
             rows = slice(ranks.rank, None, ranks.size)

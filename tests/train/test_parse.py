@@ -20,6 +20,7 @@ from nnmpi.train import cli
 from nnmpi.train.cli import parse, rank_command
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
+from tests.harness.refusals import usage_error
 
 
 def test_no_words_give_the_defaults():
@@ -294,28 +295,31 @@ def test_experts_meet_every_axis(words):
 
 def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(tmp_path, monkeypatch):
     lock(tmp_path, monkeypatch)
-    with pytest.raises(
-        UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give a readable"
-    ):
-        parse(["--resume", str(tmp_path / "run")])
+    usage_error(
+        r"^--resume .*/run cannot be read \(Permission denied\); give a readable",
+        parse,
+        ["--resume", str(tmp_path / "run")],
+    )
 
 
 def test_options_are_not_read_from_what_may_have_no_end(monkeypatch):
     monkeypatch.setattr(
         Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends")
     )
-    with pytest.raises(
-        UsageError,
-        match="^--config /dev/zero cannot be read: not an ordinary file; give a TOML file$",
-    ):
-        parse(["--config", "/dev/zero"])
+    usage_error(
+        "^--config /dev/zero cannot be read: not an ordinary file; give a TOML file$",
+        parse,
+        ["--config", "/dev/zero"],
+    )
 
 
 @pytest.mark.parametrize("name", ["--out", "--resume", "--config", "--data-dir"])
 @pytest.mark.parametrize("form", [["{}", ""], ["{}="]])
 def test_an_empty_path_is_not_this_folder(name, form):
-    with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} out$"):
-        parse(["--epochs", "3", *(item.format(name) for item in form)])
+    usage_error(
+        f"^{name} is empty; give a path, or leave {name} out$",
+        lambda: parse(["--epochs", "3", *(item.format(name) for item in form)]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,11 +362,16 @@ def test_faults_of_a_file_name_the_file(tmp_path, content, text):
 )
 def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path, words):
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
-    with pytest.raises(UsageError, match=f"which cannot change to {words}; leave it out"):
-        parse(["--resume", str(tmp_path), *words.split()])
+    usage_error(
+        f"which cannot change to {words}; leave it out",
+        lambda: parse(["--resume", str(tmp_path), *words.split()]),
+    )
     (tmp_path / "config.json").write_text(json.dumps({"normalize": False}))
-    with pytest.raises(UsageError, match="has --no-normalize, which cannot change to --normalize;"):
-        parse(["--resume", str(tmp_path), "--normalize"])
+    usage_error(
+        "has --no-normalize, which cannot change to --normalize;",
+        parse,
+        ["--resume", str(tmp_path), "--normalize"],
+    )
 
 
 def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path):
@@ -371,17 +380,17 @@ def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path):
         parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
     )
     for other in ("there/b.csv", "iris"):
-        with pytest.raises(
-            UsageError, match=f"--dataset here/a.csv, which cannot change to --dataset {other}"
-        ):
-            parse(["--resume", str(tmp_path), "--dataset", other])
+        usage_error(
+            f"--dataset here/a.csv, which cannot change to --dataset {other}",
+            parse,
+            ["--resume", str(tmp_path), "--dataset", other],
+        )
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]"])
 def test_a_damaged_run_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UsageError, match=r"config\.json: cannot be read"):
-        parse(["--resume", str(tmp_path)])
+    usage_error(r"config\.json: cannot be read", parse, ["--resume", str(tmp_path)])
 
 
 def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path):
@@ -399,8 +408,11 @@ def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_pa
     file = tmp_path / "gossip.toml"
     file.write_text('sync = "gossip"\n')
     assert parse([*resume, "--config", str(file)]).sync.sync == "gossip"
-    with pytest.raises(UsageError, match="--staleness is for --sync ssp, not for asp"):
-        parse([*resume, "--sync", "asp", "--staleness", "3"])
+    usage_error(
+        "--staleness is for --sync ssp, not for asp",
+        parse,
+        [*resume, "--sync", "asp", "--staleness", "3"],
+    )
 
 
 def test_options_of_an_older_run_are_read(tmp_path):
@@ -422,7 +434,8 @@ def test_options_of_an_older_run_are_read(tmp_path):
 
 def test_a_run_with_an_option_that_left_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"lr": 0.5, "nesterov": False}))
-    with pytest.raises(
-        UsageError, match=r"config\.json has nesterov, an option that nnmpi has removed"
-    ):
-        parse(["--resume", str(tmp_path)])
+    usage_error(
+        r"config\.json has nesterov, an option that nnmpi has removed",
+        parse,
+        ["--resume", str(tmp_path)],
+    )

@@ -16,6 +16,7 @@ from nnmpi.data import Batch, Dataset, Loader
 from nnmpi.nn import BatchNorm, Dropout, Linear, Sequential, Tanh, training
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam
+from tests.harness.refusals import usage_error
 
 RNG = np.random.default_rng(0)
 DATA = Dataset("d", RNG.normal(size=(22, 4)).astype("float32"), RNG.integers(0, 3, 22), 3)
@@ -214,13 +215,17 @@ def test_a_loop_that_would_go_on_with_other_batches_is_refused(group, tmp_path, 
     epoch, number = ORDER[BATCHES + at + 1]
     goes_on = f"the resumed run goes on with batch {number} of epoch {epoch}"
     batches = one_by_one(rest)
-    with pytest.raises(UsageError, match=f"epoch 0 again, but {goes_on}"):
-        rest.step(next(batches))
+    usage_error(f"epoch 0 again, but {goes_on}", lambda: rest.step(next(batches)))
     rest.end()
     if at == 2:
         rest.loader.batch_size -= 1
-        with pytest.raises(UsageError, match="within an epoch, with batch_size .*; give it batch_"):
-            resume(f"{folder}/with", rest.whole, loader=rest.loader)
+        usage_error(
+            "within an epoch, with batch_size .*; give it batch_",
+            resume,
+            f"{folder}/with",
+            rest.whole,
+            loader=rest.loader,
+        )
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -295,22 +300,22 @@ def test_a_training_that_would_begin_elsewhere_is_refused(group, kind):
         pass
     assert again.loader.place == (0, 2)
     open_loop = again.loader.epoch(0)
-    with pytest.raises(
-        UsageError, match=r"batch 0 of epoch 0, but the resumed .* batch 2 of epoch 0"
-    ):
-        again.step(next(open_loop))
+    usage_error(
+        r"batch 0 of epoch 0, but the resumed .* batch 2 of epoch 0",
+        lambda: again.step(next(open_loop)),
+    )
     open_loop.close()
     again.step(next(again.loader.epoch(*again.loader.place)))
     for _ in looked.loader:  # such as for statistics, or an accuracy at the start
         pass
     looks = iter(looked.loader)
-    with pytest.raises(UsageError, match=r"begin with batch 0 of epoch 1, .* loader.epoch\(0\)"):
-        looked.step(next(looks))
+    usage_error(
+        r"begin with batch 0 of epoch 1, .* loader.epoch\(0\)", lambda: looked.step(next(looks))
+    )
     looks.close()
     list(islice(skipped.loader, 3))
     batches = iter(skipped.loader)
-    with pytest.raises(UsageError, match="would begin with batch 3 of epoch 0"):
-        skipped.step(next(batches))
+    usage_error("would begin with batch 3 of epoch 0", lambda: skipped.step(next(batches)))
     for loop in (looked, skipped, begun, again):
         loop.end()
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import nnmpi
 from nnmpi import NnmpiError, Tensor, simulate
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
@@ -21,6 +21,7 @@ from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import work
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
@@ -75,8 +76,11 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name, shape):
     )
     batch = Batch(here(outputs), here(targets), np.arange(7), (), 7, 0, 0)
     assert float(SumError(name).score(ours.data, batch.y)) / 7 == pytest.approx(score, rel=1e-12)
-    with pytest.raises(ShapeError, match="for each sample"):
-        SumError(name)(Tensor(here(np.ones((7, 5)))), here(targets))
+    refuses(
+        ShapeError,
+        "for each sample",
+        lambda: SumError(name)(Tensor(here(np.ones((7, 5)))), here(targets)),
+    )
 
 
 def test_keys_and_the_place_of_the_accuracy():
@@ -183,8 +187,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(words, sentence):
     if sentence is None:
         assert "accuracy" in run(words)[-1]
         return
-    with pytest.raises(NnmpiError, match=sentence):
-        run(words, 2)
+    refuses(NnmpiError, sentence, run, words, 2)
 
 
 def test_a_worker_knows_losses_by_name():
@@ -206,18 +209,22 @@ def test_a_worker_knows_losses_by_name():
         return report.loss
 
     assert len(set(simulate(lambda group: learn(group, "mse"), 3))) == 1
-    with pytest.raises(
-        NnmpiError, match="the loss 'squares' is unknown; choose one of cross-entropy, mse, bce"
-    ):
-        simulate(lambda group: learn(group, "squares"), 2)
+    refuses(
+        NnmpiError,
+        "the loss 'squares' is unknown; choose one of cross-entropy, mse, bce",
+        simulate,
+        lambda group: learn(group, "squares"),
+        2,
+    )
 
 
 def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path):
-    with pytest.raises(
-        UsageError,
-        match=r"signs has labels of shape \(2,\) for each sample, but --model mlp predicts",
-    ):
-        run("--dataset signs.npz", ranks=2)
+    usage_error(
+        r"signs has labels of shape \(2,\) for each sample, but --model mlp predicts",
+        run,
+        "--dataset signs.npz",
+        ranks=2,
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -18,6 +18,7 @@ from nnmpi.models import mlp
 from nnmpi.train.cli import main, read_options
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
+from tests.harness.refusals import refuses
 from tests.worker_options import work
 
 pytestmark = pytest.mark.mpi
@@ -60,13 +61,11 @@ def test_wrong_options_are_the_same_error_on_every_rank(group, words, text):
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused(group):
-    with pytest.raises(
+    refuses(
         LayoutError,
-        match=(
-            f"not dp {group.size + 1} x pp 1 x tp 1 = {group.size + 1}; these fit: dp {group.size} "
-        ),
-    ):
-        main(["--dp", str(group.size + 1)], group)
+        f"not dp {group.size + 1} x pp 1 x tp 1 = {group.size + 1}; these fit: dp {group.size} ",
+        lambda: main(["--dp", str(group.size + 1)], group),
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -138,10 +137,13 @@ def test_ranks_with_other_data_are_named(group, tmp_path, monkeypatch, rows, tex
     x[3, 2] += is_other
     count = rows if is_other else 40
     np.savez("d.npz", x=x[:count], y=np.arange(count) % 3)
-    with pytest.raises(
-        CommError, match=text.format(last=f"rank {group.size - 1}", size=group.size)
-    ):
-        main(["--model", "mlp", "--dataset", "d.npz"], group)
+    refuses(
+        CommError,
+        text.format(last=f"rank {group.size - 1}", size=group.size),
+        main,
+        ["--model", "mlp", "--dataset", "d.npz"],
+        group,
+    )
 
 
 def test_ranks_with_another_model_file_are_named(group, tmp_path, monkeypatch):
@@ -149,7 +151,10 @@ def test_ranks_with_another_model_file_are_named(group, tmp_path, monkeypatch):
         return
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(f"# {group.rank}\ndef net(shape, classes): return None\n")
-    with pytest.raises(
-        CommError, match="the program's files differ: rank 0 has [0-9a-f]+; rank 1 has"
-    ):
-        main(["--model", "mine.py:net", "--dataset", "iris"], group)
+    refuses(
+        CommError,
+        "the program's files differ: rank 0 has [0-9a-f]+; rank 1 has",
+        main,
+        ["--model", "mine.py:net", "--dataset", "iris"],
+        group,
+    )

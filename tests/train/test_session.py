@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi.backend.device import expects_device
 from nnmpi.base import launcher
-from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
+from nnmpi.base.errors import DeviceError, DivergenceError
 from nnmpi.base.files import read_json, sha256
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
@@ -19,6 +19,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
+from tests.harness.refusals import data_error, refuses, usage_error
 from tests.train.jobs import arrays
 
 Train = Callable[[str], Path]
@@ -321,8 +322,7 @@ def test_progress_is_printed_inside_an_epoch(train, capsys, monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(train, tmp_path, words, text):
-    with pytest.raises(UsageError, match=text):
-        train(words)
+    usage_error(text, train, words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -342,10 +342,11 @@ def test_what_the_first_step_refuses_leaves_no_folder(train, tmp_path):
         for name in left:
             (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text("")
-        with pytest.raises(
-            UsageError, match=r"^1 bytes are too few for the activations of this model"
-        ):
-            train("--activation-memory 1")
+        usage_error(
+            r"^1 bytes are too few for the activations of this model",
+            train,
+            "--activation-memory 1",
+        )
         assert [
             str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*") if item.is_file()
         ] == left
@@ -356,10 +357,9 @@ def test_a_model_without_memory_is_one_sentence(train, monkeypatch, tmp_path):
         raise MemoryError("Unable to allocate 9 TiB")
 
     monkeypatch.setattr("nnmpi.train.build.build_model", full)
-    with pytest.raises(
-        DeviceError, match=r"^the model does not fit into memory \(Unable to allocate 9 TiB\)"
-    ):
-        train("")
+    refuses(
+        DeviceError, r"^the model does not fit into memory \(Unable to allocate 9 TiB\)", train, ""
+    )
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
@@ -394,8 +394,12 @@ def test_by_default_checkpoints_take_little_of_the_time(train, monkeypatch):
 
 
 def test_divergence_keeps_earlier_checkpoints(train, tmp_path):
-    with pytest.raises(DivergenceError, match="not finite"):
-        train("--optimizer sgd --lr 1e6 --epochs 9 --save-every 1steps")
+    refuses(
+        DivergenceError,
+        "not finite",
+        train,
+        "--optimizer sgd --lr 1e6 --epochs 9 --save-every 1steps",
+    )
     assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
 
 
@@ -428,8 +432,7 @@ def test_a_run_does_not_go_on_with_other_data(train, group, tmp_path, change, sa
     run = train("--model mlp --dataset changed.npz --batch-size 10 --max-steps 7")
     before = (run / "metrics.jsonl").read_bytes()
     write(**change)
-    with pytest.raises(DataError, match=says):
-        main(["--resume", str(run), "--max-steps", "9"], group)
+    data_error(says, main, ["--resume", str(run), "--max-steps", "9"], group)
     assert (run / "metrics.jsonl").read_bytes() == before
     write()
     main(["--resume", str(run), "--max-steps", "9"], group)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.base.errors import LayoutError
 from nnmpi.comm.fit import parse_network
 from nnmpi.compose.layout import Layout
 from nnmpi.train.__main__ import launch
@@ -25,6 +25,7 @@ from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import refuses, usage_error
 from tests.train.jobs import arrays, train
 
 SHORT = "--max-steps 8 --batch-size 30 --log-every 4 --backend numpy"
@@ -69,8 +70,11 @@ def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(tmp_path, mo
     simulated(tmp_path, "--dataset iris --model mlp --optimizer sgd --pp 2 --max-steps 1", 2)
     assert checked == {"rank 0": 1, "rank 1": 1}
     words = "--dataset missing.csv --dp 1 --tp 1 --reduction fixed --out"
-    with pytest.raises(LayoutError, match="--reduction fixed cannot be combined with --pp 2"):
-        on_ranks(main, [*words.split(), str(tmp_path / "none")], 2)
+    refuses(
+        LayoutError,
+        "--reduction fixed cannot be combined with --pp 2",
+        lambda: on_ranks(main, [*words.split(), str(tmp_path / "none")], 2),
+    )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -283,11 +287,9 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(name, tmp_path, capsys)
 def test_what_does_not_go_together_is_refused(words, text, tmp_path):
     """In a sentence, and nothing is left behind."""
     if "--simulate " in words:
-        with pytest.raises(UsageError, match=text):
-            launch([*words.split(), "--out", str(tmp_path / "run")])
+        usage_error(text, lambda: launch([*words.split(), "--out", str(tmp_path / "run")]))
     else:
-        with pytest.raises(UsageError, match=text):
-            simulated(tmp_path, words, 2)
+        usage_error(text, simulated, tmp_path, words, 2)
     assert not list(tmp_path.iterdir())
 
 

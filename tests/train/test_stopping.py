@@ -14,6 +14,7 @@ from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import STOPPED
 from nnmpi.train.cli import main, parse
 from nnmpi.train.metrics import read_metrics
+from tests.harness.refusals import usage_error
 from tests.worker_options import work
 
 WORDS = "--model mlp --dataset iris --eval-every 3steps --quiet --out run"
@@ -86,12 +87,15 @@ def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
         assert end["stopped"] == "as --callback asked"
         Path("own.py").rename("gone.py")
         assert nnmpi.load("run").predict(np.zeros((1, 4))).shape == (1, 3)
-        with pytest.raises(UsageError, match="give --trust"):
-            start("--resume run")
+        usage_error("give --trust", start, "--resume run")
         Path("gone.py").rename("own.py")
         Path("run").rename(f"run{ranks}")
-        with pytest.raises(UsageError, match="returned 'Stop'; only 'stop' has a meaning"):
-            start(f"{WORDS} --callback own.py:typo {words}", ranks)
+        usage_error(
+            "returned 'Stop'; only 'stop' has a meaning",
+            start,
+            f"{WORDS} --callback own.py:typo {words}",
+            ranks,
+        )
 
 
 @pytest.mark.parametrize("left, raises", [(None, False), (None, True), (1, False)])

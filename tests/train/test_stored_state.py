@@ -18,6 +18,7 @@ from nnmpi.commands.export import main as export
 from nnmpi.train.checkpoint import check_folder, digest, find, load_checkpoint, read_checkpoint
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
+from tests.harness.refusals import refuses
 
 
 @pytest.fixture
@@ -69,8 +70,7 @@ def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
     monkeypatch.setattr("nnmpi.train.loop.set_up", lambda *_: pytest.fail("the run has begun"))
-    with pytest.raises(NnmpiError, match=words):
-        main(f"--resume {run} --max-steps 4".split(), group)
+    refuses(NnmpiError, words, lambda: main(f"--resume {run} --max-steps 4".split(), group))
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
 
@@ -78,10 +78,13 @@ def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(run, group, mon
     folder = RunFolder(run)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(
-            CheckpointError, match=f"{folder.checkpoints} cannot be used; let this user"
-        ):
-            find(folder, group)
+        refuses(
+            CheckpointError,
+            f"{folder.checkpoints} cannot be used; let this user",
+            find,
+            folder,
+            group,
+        )
     assert find(folder, group) is not None
 
 
@@ -101,17 +104,17 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path):
 )
 def test_a_state_without_what_a_run_writes_is_refused_before_any_work(run, group, values, sentence):
     rewrite(run, **values)
-    with pytest.raises(CheckpointError, match=sentence):
-        main(f"--resume {run} --max-steps 4".split(), group)
+    refuses(CheckpointError, sentence, lambda: main(f"--resume {run} --max-steps 4".split(), group))
 
 
 @pytest.mark.parametrize("files", [3, {"model.safetensors": 3}, {"model.safetensors": {}}])
 def test_a_state_that_does_not_tell_of_its_files_is_damaged(run, files):
     rewrite(run, files=files)
-    with pytest.raises(
-        CheckpointError, match=r"state\.json lacks the sizes and checksums of its files"
-    ):
-        read_checkpoint(run / "checkpoints" / "step-00000002")
+    refuses(
+        CheckpointError,
+        r"state\.json lacks the sizes and checksums of its files",
+        lambda: read_checkpoint(run / "checkpoints" / "step-00000002"),
+    )
 
 
 def test_a_file_that_cannot_be_read_is_as_good_as_damaged(run, monkeypatch, group):
@@ -194,5 +197,4 @@ def test_options_of_a_far_larger_model_take_no_memory(run, group, monkeypatch):
     refuse = lambda *_, **__: pytest.fail("the model takes memory")  # noqa: E731
     monkeypatch.setattr("nnmpi.nn.module.Module.initialize", refuse)
     for act in (lambda: main(["--resume", str(run)], group), lambda: nnmpi.load(run)):
-        with pytest.raises(CheckpointError, match=r"with shape .*, but this model needs shape"):
-            act()
+        refuses(CheckpointError, r"with shape .*, but this model needs shape", act)

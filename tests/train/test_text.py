@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from nnmpi import NnmpiError
-from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import load_tokenizer
 from nnmpi.train.cli import main
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import data_error, refuses, usage_error
 from tests.train.jobs import train
 
 GPT = "--model gpt --layers 2 --features 12 --heads 2 --context 13"
@@ -106,10 +106,12 @@ def test_the_tokenizer_is_kept_and_must_stay(place):
     saved = load_tokenizer(folder / "tokenizer")
     assert saved.decode(saved.encode("alpha be")) == "alpha be"
     (place / "words.txt").write_text((place / "words.txt").read_text().replace("z", "Z"))
-    with pytest.raises(
-        DataError, match="a run on different data, but the samples or labels have changed since"
-    ):
-        on_ranks(main, "--resume run")
+    data_error(
+        "a run on different data, but the samples or labels have changed since",
+        on_ranks,
+        main,
+        "--resume run",
+    )
 
 
 def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place):
@@ -119,10 +121,12 @@ def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place):
     )
     second = run(words, "second")
     assert load_tokenizer(second / "model").name == "bytes"
-    with pytest.raises(
-        UsageError, match="--tokenizer characters is not the tokenizer in --pretrained first/model"
-    ):
-        run(f"{words} --tokenizer characters", "third")
+    usage_error(
+        "--tokenizer characters is not the tokenizer in --pretrained first/model",
+        run,
+        f"{words} --tokenizer characters",
+        "third",
+    )
 
 
 def test_perplexities_and_tokens_are_reported():
@@ -183,5 +187,4 @@ def test_what_does_not_fit_is_said_once(place, words, sentence):
     (place / "small.py").write_text(
         "from nnmpi import nn\n\ndef build(shape, classes):\n    return nn.Embedding(9, 2)\n"
     )
-    with pytest.raises(NnmpiError, match=sentence):
-        run(f"{words} {SHORT}", "run", 3)
+    refuses(NnmpiError, sentence, run, f"{words} {SHORT}", "run", 3)

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.collective import all_parts
 from nnmpi.comm.duration import coefficients, price
@@ -18,6 +17,7 @@ from nnmpi.lab.pages.page import make_page, write_page
 from nnmpi.lab.render.collectives import animation
 from nnmpi.lab.schedule import main as schedule
 from nnmpi.memory.plan import LayerCost, parse_plan, price_plan
+from tests.harness.refusals import usage_error
 from tests.lab.pages.browser import look
 
 # Chromium may be slow
@@ -264,23 +264,30 @@ def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path):
     assert not re.search(
         r"""(src|href)=["']|https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", page
     )
-    with pytest.raises(UsageError, match="cannot be written .*; give another file"):
-        write_page(tmp_path / "none" / "page.html", "collective", "t", {})
-    with pytest.raises(UsageError, match="--bandwidth is 0; give a whole number, 1 or more"):
-        memory(["plan", "--bandwidth", "0"])
+    usage_error(
+        "cannot be written .*; give another file",
+        lambda: write_page(tmp_path / "none" / "page.html", "collective", "t", {}),
+    )
+    usage_error(
+        "--bandwidth is 0; give a whole number, 1 or more", memory, ["plan", "--bandwidth", "0"]
+    )
     comm(["render", "ring", "--bytes", "0", "--html", str(tmp_path / "page.html")])
-    with pytest.raises(UsageError, match="a page draws 2 to 16 ranks, not 17"):
-        comm(["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")])
-    with pytest.raises(UsageError, match="up to 16 ranks and 32 microbatches, not 2 and 33"):
-        schedule(
-            [
-                "--pipeline",
-                "1f1b",
-                "--stages",
-                "2",
-                "--microbatches",
-                "33",
-                "--html",
-                str(tmp_path / "p.html"),
-            ]
-        )
+    usage_error(
+        "a page draws 2 to 16 ranks, not 17",
+        comm,
+        ["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")],
+    )
+    usage_error(
+        "up to 16 ranks and 32 microbatches, not 2 and 33",
+        schedule,
+        [
+            "--pipeline",
+            "1f1b",
+            "--stages",
+            "2",
+            "--microbatches",
+            "33",
+            "--html",
+            str(tmp_path / "p.html"),
+        ],
+    )

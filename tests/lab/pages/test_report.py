@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from nnmpi.base.errors import UsageError
 from nnmpi.lab.pages.page import make_page
 from nnmpi.lab.report import compare, gather, main
 from nnmpi.train.config import Config, assemble, flatten
+from tests.harness.refusals import usage_error
 from tests.lab.pages.browser import look
 
 # Chromium may be slow
@@ -237,8 +237,7 @@ def test_its_metrics_are_written_for_tensorboard(run, tmp_path):
 )
 def test_files_that_are_not_a_runs_are_refused(run, name, line):
     (run / name).write_text(line)
-    with pytest.raises(UsageError, match="the metrics of the run cannot be read"):
-        gather(run)
+    usage_error("the metrics of the run cannot be read", gather, run)
 
 
 @pytest.mark.parametrize("width, dark", [("desk", False), ("phone", True)])
@@ -274,16 +273,13 @@ def test_the_page_shows_them(run, tmp_path, width, dark):
 @pytest.mark.parametrize("text", ['{"confusion": 5}', '{"loss": Infinity}', '{"loss": 1e999}'])
 def test_an_evaluation_that_is_none_is_refused(run, text):
     (run / "evaluation.json").write_text(text)
-    with pytest.raises(UsageError, match="not what nnmpi evaluate writes; call it again"):
-        main([str(run)])
+    usage_error("not what nnmpi evaluate writes; call it again", main, [str(run)])
 
 
 def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path):
-    with pytest.raises(UsageError, match="there is no run"):
-        main([str(tmp_path)])
+    usage_error("there is no run", main, [str(tmp_path)])
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
-    with pytest.raises(UsageError, match="the metrics of the run cannot be read"):
-        main([str(tmp_path)])
+    usage_error("the metrics of the run cannot be read", main, [str(tmp_path)])
     (tmp_path / "metrics.jsonl").write_text("")
     main([str(tmp_path), "--out", str(tmp_path / "page.html")])
     result = look(

@@ -1,12 +1,11 @@
 """What crosses from one stage of a pipeline to the next."""
 
 import numpy as np
-import pytest
 
 from nnmpi import Tensor
-from nnmpi.base.errors import UsageError
 from nnmpi.nn.chain import unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, pack, signature_of
+from tests.harness.refusals import usage_error
 
 
 def test_pack_and_unpack_are_inverse():
@@ -20,8 +19,7 @@ def test_pack_and_unpack_are_inverse():
 
 
 def test_what_is_no_tensor_cannot_cross():
-    with pytest.raises(UsageError, match="stage 3 ends with a dict"):
-        pack({"x": 1}, {}, 3)
+    usage_error("stage 3 ends with a dict", pack, {"x": 1}, {}, 3)
 
 
 def test_signatures_come_back_from_the_wire():
@@ -31,9 +29,11 @@ def test_signatures_come_back_from_the_wire():
     look = signature_of(values)
     key = ((4, 3), True)
     assert decode(encode(look, key), key) == look
-    with pytest.raises(
-        UsageError, match=r"of shape \(4, 3\) and \(5, 3\); give all of them the same part"
-    ):
-        decode(encode(look, key), ((5, 3), True))
-    with pytest.raises(UsageError, match="too many to announce"):
-        encode(signature_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ())
+    usage_error(
+        r"of shape \(4, 3\) and \(5, 3\); give all of them the same part",
+        lambda: decode(encode(look, key), ((5, 3), True)),
+    )
+    usage_error(
+        "too many to announce",
+        lambda: encode(signature_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ()),
+    )

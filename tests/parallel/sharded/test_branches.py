@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, nn
-from nnmpi.base.errors import LayoutError, ShapeError, UsageError
+from nnmpi.base.errors import LayoutError, ShapeError
 from nnmpi.nn import Module, Sharding
 from nnmpi.parallel.tensor import shard
+from tests.harness.refusals import refuses, usage_error
 from tests.parallel.sharded.compare import check_equal
 
 BRANCHES = Sharding.BRANCHES
@@ -96,14 +97,17 @@ def test_beside_layers_that_are_cut(group):
 
 def test_refusals():
     """What branches cannot do is said in a sentence."""
-    with pytest.raises(UsageError, match="two modules or more"):
-        nn.Branches(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="concatenate or add"):
-        nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2), join="mean")
-    with pytest.raises(ShapeError, match="2 branches got 3 inputs"):
-        nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2)).initialize()(
+    usage_error("two modules or more", lambda: nn.Branches(nn.Linear(2, 2)))
+    usage_error(
+        "concatenate or add", lambda: nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2), join="mean")
+    )
+    refuses(
+        ShapeError,
+        "2 branches got 3 inputs",
+        lambda: nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2)).initialize()(
             [np.ones((1, 2), np.float32)] * 3
-        )
+        ),
+    )
 
 
 @pytest.mark.simulated(max_size=3)

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi.base.errors import NnmpiError
 from nnmpi.teaching.exercise.__main__ import main
 from nnmpi.teaching.exercise.exercises import EXERCISES, KINDS
 from nnmpi.teaching.exercise.solution import Solution, TimedOut
 from nnmpi.teaching.exercise.wire import MADE, WrongAnswer
+from tests.harness.refusals import refuses, usage_error
 from tests.teaching.exercise import solutions
 from tests.teaching.exercise.defects import DEFECTS
 from tests.teaching.exercise.mistakes import all_mistakes
@@ -73,10 +74,12 @@ def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(name, tmp_p
     file.write_text(main([name]))
     compile(file.read_text(), "mine.py", "exec")
     assert max(map(len, file.read_text().splitlines())) <= 120
-    with pytest.raises(
-        WrongAnswer, match=rf"{EXERCISES[name].function}\(.*NotImplementedError in line \d+"
-    ):
-        main([name, str(file)])
+    refuses(
+        WrongAnswer,
+        rf"{EXERCISES[name].function}\(.*NotImplementedError in line \d+",
+        main,
+        [name, str(file)],
+    )
 
 
 def test_a_file_is_checked_by_the_command(tmp_path):
@@ -110,10 +113,8 @@ def test_a_file_is_checked_by_the_command(tmp_path):
         ),
     ):
         file.write_text(wrong)
-        with pytest.raises(NnmpiError, match=told):
-            main(["ring-cost", str(file)])
-    with pytest.raises(UsageError, match="no exercise 'ring-csot'; did you mean ring-cost"):
-        main(["ring-csot"])
+        refuses(NnmpiError, told, main, ["ring-cost", str(file)])
+    usage_error("no exercise 'ring-csot'; did you mean ring-cost", main, ["ring-csot"])
 
 
 def test_a_loop_without_an_end_is_ended(tmp_path):
@@ -141,6 +142,9 @@ def test_results_that_are_no_numbers_are_refused():
 
 def test_keys_of_one_hash_do_not_block_the_judge():
     """A dictionary of them takes the square of their number."""
-    with pytest.raises(TypeError, match="the same hash"):
-        MADE["dict"](*([number * (2**61 - 1), 0] for number in range(500_000)))
+    refuses(
+        TypeError,
+        "the same hash",
+        lambda: MADE["dict"](*([number * (2**61 - 1), 0] for number in range(500_000))),
+    )
     assert MADE["dict"](["a", 1], [2, 3]) == {"a": 1, 2: 3}

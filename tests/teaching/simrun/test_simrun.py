@@ -13,12 +13,13 @@ from textwrap import dedent
 
 import pytest
 
-from nnmpi.base.errors import CommError, UsageError
+from nnmpi.base.errors import CommError
 from nnmpi.comm.simulated import scheduler
 from nnmpi.teaching import simrun
 from nnmpi.teaching.rank_modules import RankModules
 from nnmpi.teaching.simrun import main
 from tests.harness.job import mpirun, run
+from tests.harness.refusals import refuses, usage_error
 
 HEAD = """\
 import sys
@@ -781,10 +782,11 @@ def test_ranks_that_sleep_between_polls_are_named(programs, monkeypatch):
     monkeypatch.setattr(simrun, "WARNING_S", 3.0)
     poll = "import time\nend = time.time() + {}\nwhile time.time() < end and not comm.Iprobe(): "
     main(["-n", "2", programs(f"{poll.format(1.5)}pass\ncomm.barrier()")])
-    with pytest.raises(
-        CommError, match=r"(?s)deadlock.*rank 1 waits for a message from any rank .*poll"
-    ):
-        main(["-n", "2", programs(f"{poll.format(60)}time.sleep(0.1)")])
+    refuses(
+        CommError,
+        r"(?s)deadlock.*rank 1 waits for a message from any rank .*poll",
+        lambda: main(["-n", "2", programs(f"{poll.format(60)}time.sleep(0.1)")]),
+    )
 
 
 def test_a_loop_with_a_time_limit_is_no_deadlock(programs, capsys):
@@ -865,8 +867,7 @@ def test_a_call_after_the_end_is_refused(programs):
 
 def test_a_pipe_is_no_program(tmp_path):
     os.mkfifo(tmp_path / "p.py")
-    with pytest.raises(UsageError, match=r"p\.py cannot be read \(not an ordinary file"):
-        main([str(tmp_path / "p.py")])
+    usage_error(r"p\.py cannot be read \(not an ordinary file", main, [str(tmp_path / "p.py")])
 
 
 def test_a_handler_of_signals_is_warned_about(programs):
@@ -878,17 +879,17 @@ def test_a_handler_of_signals_is_warned_about(programs):
 
 @pytest.mark.parametrize("ranks", ["10001", "1000000000"])
 def test_too_many_ranks_are_refused(ranks, programs):
-    with pytest.raises(UsageError, match=f"{ranks} ranks are threads.*10000 at most; give fewer"):
-        main(["-n", ranks, programs("")])
+    usage_error(
+        f"{ranks} ranks are threads.*10000 at most; give fewer",
+        lambda: main(["-n", ranks, programs("")]),
+    )
 
 
 def test_small_sends_that_need_buffers_are_found(programs):
     ring = programs("comm.send(0, (rank + 1) % size)\ncomm.recv()")
     assert main([ring]) == ""
-    with pytest.raises(CommError, match="deadlock"):
-        main(["--eager", "0k", ring])
-    with pytest.raises(UsageError, match="--seed is x; it must be a whole number"):
-        main(["--seed", "x", ring])
+    refuses(CommError, "deadlock", main, ["--eager", "0k", ring])
+    usage_error("--seed is x; it must be a whole number", main, ["--seed", "x", ring])
 
 
 @pytest.mark.parametrize(
@@ -939,8 +940,7 @@ def test_a_closed_pipe_ends_the_printing_alone():
     error = OSError(28, "No space left on device")
     interpreter = simrun.Interpreter(RankModules("/nowhere/"), 1, Closed())
     interpreter.begin()
-    with pytest.raises(CommError, match="the output cannot be written: No space left"):
-        interpreter.write("a\n")
+    refuses(CommError, "the output cannot be written: No space left", interpreter.write, "a\n")
 
 
 def test_a_fork_of_a_rank_ends_when_it_waits_or_its_program_does(tmp_path):
