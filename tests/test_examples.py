@@ -52,8 +52,11 @@ def test_there_are_eleven_lessons_that_are_read_in_one_sitting():
         assert "given = program_words(__doc__" in text and "sys" not in text, file
 
 
+EACH_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+@EACH_LESSON
 def test_a_lesson_is_equal_to_the_serial_run(lesson, ranks):
     drawn = nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)[0]
     # a death is drawn where both starts are seen
@@ -90,12 +93,12 @@ def test_titles_and_signs_are_right_on_any_machine():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+@EACH_LESSON
 def test_a_lesson_runs_on_mpi(lesson, group):
     runpy.run_path(str(lesson))["main"](group)
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
+@EACH_LESSON
 def test_a_lesson_fails_where_weights_differ(lesson):
     """In one number of one layer, by a millionth: the rank that sees it raises."""
     main = runpy.run_path(str(lesson))["main"]

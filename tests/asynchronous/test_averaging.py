@@ -125,7 +125,10 @@ def close(ours, theirs) -> bool:
     return bool(np.allclose(ours, theirs, rtol=1e-10, atol=1e-12))
 
 
-@pytest.mark.simulated(max_size=8)
+UP_TO_8 = pytest.mark.simulated(max_size=8)
+
+
+@UP_TO_8
 @pytest.mark.parametrize("kind", SGD)
 def test_averaging_after_every_step_is_the_synchronous_run(group, kind):
     """Also the state, once the ranks have met; and that leaves the weights alone, which are equal
@@ -152,7 +155,7 @@ def test_averaging_after_every_step_is_the_synchronous_run(group, kind):
     local.release()
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 @pytest.mark.parametrize("kind", [LocalSGD, SlowMo])
 def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(group, kind):
     """DiLoCo and SlowMo with SGD within and a step between two averages: rates multiply; rate 1
@@ -175,7 +178,7 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     assert not outer.storage.extra_slots  # another strategy finds the optimizer's own state
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 def test_slowmo_is_the_paper_s_algorithm(group):
     """Algorithm 1 by hand: N workers in one process, two averages of three steps each at another
     rate, with the workers' own momentum kept; rows in uneven parts, all of which are in the mean.
@@ -247,7 +250,7 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group):
     local.release()
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 @pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
 def test_a_synchronization_makes_one_of_all(group, rows):
     """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they
@@ -331,7 +334,7 @@ def all_kinds(group: Group, storage) -> list[Averaging]:
     return kinds
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 def test_frozen_parameters_keep_their_bits(group):
     """Though sums and quotients of equal numbers need not be these numbers, for 3 ranks say."""
     for number in range(min(group.size, 2)):

@@ -160,7 +160,10 @@ def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group, bound):
     assert everywhere(group, right)
 
 
-@pytest.mark.simulated(max_size=8)
+UP_TO_8 = pytest.mark.simulated(max_size=8)
+
+
+@UP_TO_8
 @pytest.mark.parametrize("early", [{"signal": 15}, {"broken": True}], ids=str)
 @pytest.mark.parametrize("bound", [0, 1, None])
 def test_a_segment_that_ends_early_ends_for_everybody(group, early, bound):
@@ -183,7 +186,7 @@ def test_a_segment_that_ends_early_ends_for_everybody(group, early, bound):
     assert everywhere(group, right)
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 def test_messages_and_bytes_are_those_of_the_formula(group):
     """Per step 2 (N-1) of header and weights, and one reply more to begin with."""
     run = Run(group, 0, ((0, 4), (4, 5)), delays=3)
@@ -256,7 +259,7 @@ def test_messages_at_the_wrong_time_are_seen():
     simulate(main, 1, check=False)
 
 
-@pytest.mark.simulated(max_size=8)
+@UP_TO_8
 def test_calls_out_of_order_are_refused(group):
     """Instead of waiting for ever."""
     model = new_model()

@@ -84,16 +84,19 @@ def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: s
     assert group.gather(right) == [[True] * 3] * group.size
 
 
+EACH_OPERATION_AND_ALGORITHM = pytest.mark.parametrize("operation, algorithm", WAYS)
+
+
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("n", [0, 1, 5, 7919])
-@pytest.mark.parametrize("operation, algorithm", WAYS)
+@EACH_OPERATION_AND_ALGORITHM
 def test_every_collective_keeps_its_contract_again_and_again(group, operation, algorithm, n):
     array = np.empty(n, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("operation, algorithm", WAYS)
+@EACH_OPERATION_AND_ALGORITHM
 def test_long_arrays(group, operation, algorithm):
     array = np.empty(2**18 + 3, np.float32)
     run_each_way(group, group.bind(array, algorithm, 3, operation), array, operation)
@@ -101,7 +104,7 @@ def test_long_arrays(group, operation, algorithm):
 
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("max_bytes", [1, 100])
-@pytest.mark.parametrize("operation, algorithm", WAYS)
+@EACH_OPERATION_AND_ALGORITHM
 def test_messages_are_cut(group, operation, algorithm, max_bytes, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", max_bytes)
     array = np.empty(61, np.float32)

@@ -78,8 +78,11 @@ def train(
     return all(map(all, group.gather(right)))
 
 
+EACH_OVERLAP = pytest.mark.parametrize("overlap", [True, False])
+
+
 @pytest.mark.both_worlds
-@pytest.mark.parametrize("overlap", [True, False])
+@EACH_OVERLAP
 @pytest.mark.parametrize("bucket_bytes", [1, 2000])
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
 def test_any_order_of_gradients_gives_the_sums(group, algorithm, bucket_bytes, overlap):
@@ -158,7 +161,7 @@ def test_bits_do_not_depend_on_overlap_or_timing(group):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["tree", "shared", "auto"])
-@pytest.mark.parametrize("overlap", [True, False])
+@EACH_OVERLAP
 def test_device_gradients_are_summed_where_they_are(group, overlap, algorithm):
     """A bucket's copies go on while others are on their way; the double gives rubbish to those who
     do not wait.
@@ -188,7 +191,7 @@ def test_traffic_is_counted_per_step(group):
 
 
 @pytest.mark.both_worlds
-@pytest.mark.parametrize("overlap", [True, False])
+@EACH_OVERLAP
 def test_buffers_in_shared_memory_are_summed_there(group, overlap):
     spans = layout(LENGTHS)
     buffers = [

@@ -31,8 +31,11 @@ from tests.harness.refusals import refuses, usage_error
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)
 
 
+EACH_KEY = pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
+
+
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
+@EACH_KEY
 def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(key, size):
     """Where the literature has one, as for each of a single level."""
     proof = prove(COLLECTIVES[key], size)
@@ -99,7 +102,7 @@ def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
+@EACH_KEY
 def test_no_single_change_goes_unnoticed(key, size):
     """Every step of every rank is left out, its sum and its partners and chunks are changed, one at
     a time.

@@ -58,8 +58,11 @@ def test_slices_cover_an_array_once_and_begin_on_cache_lines(n, size, dtype):
     assert all(cut.start * array.itemsize % 64 == 0 or cut.start == n for cut in cuts)
 
 
+EACH_ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@EACH_ORDERED
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_the_sum_is_that_in_rank_order(group, dtype, ordered, monkeypatch):
     monkeypatch.setattr(node_sum, "CACHED_BYTES", 0)
@@ -111,7 +114,7 @@ def test_hundreds_in_a_row_never_meet_one_another(group):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@EACH_ORDERED
 @pytest.mark.parametrize("nodes", ["one node", "several"])
 def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group, nodes, ordered):
     several = blocks_of_two(group) if nodes == "several" else None
@@ -251,7 +254,7 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
+@EACH_ORDERED
 @pytest.mark.parametrize("nodes", ["one node", "several"])
 def test_it_is_given_back_once_however_often_it_is_asked_for(group, nodes, ordered):
     """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in

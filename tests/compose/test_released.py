@@ -101,7 +101,10 @@ def worker_of(group: Group, model: nn.Module, **options) -> Worker:
     return work(model, group, **options)
 
 
-@pytest.mark.needs_ranks(2)
+ON_2 = pytest.mark.needs_ranks(2)
+
+
+@ON_2
 @pytest.mark.parametrize("then", ["same", "gathered", "gathered after", "plain", "own loop"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_model_that_zero_sharded_goes_on(group, zero, then):
@@ -127,7 +130,7 @@ def test_a_model_that_zero_sharded_goes_on(group, zero, then):
     plain.release()
 
 
-@pytest.mark.needs_ranks(2)
+@ON_2
 @pytest.mark.parametrize(
     "fail",
     [
@@ -157,7 +160,7 @@ def test_a_constructor_that_fails_leaves_nothing(group, fail):
     plain.release()
 
 
-@pytest.mark.needs_ranks(2)
+@ON_2
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(3, 3))])
 def test_a_model_is_arranged_once(group, layout):
     where = arrange(small(), group, layout)

@@ -51,7 +51,10 @@ def copied(name: str) -> Callable[[int, int, int], list[Instruction]]:
     )
 
 
-@pytest.mark.simulated(min_size=2, max_size=2)
+ON_2 = pytest.mark.simulated(min_size=2, max_size=2)
+
+
+@ON_2
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_function_is_what_its_instructions_are(group, name):
     """The package's own as functions, and copies of them by a user, behave as the names do."""
@@ -71,7 +74,7 @@ def test_interleaved_is_interleaved():
     assert {item.stage for item in chain.from_iterable(made.programs)} == {0, 1, 2, 3}
 
 
-@pytest.mark.simulated(min_size=2, max_size=2)
+@ON_2
 def test_too_few_layers_for_interleaved_are_refused(group):
     x = np.zeros((1, 6), "float32")
     layout = Layout(pp=2, pipeline="interleaved")
@@ -104,7 +107,7 @@ def test_training_needs_backward_passes():
     )
 
 
-@pytest.mark.simulated(min_size=2, max_size=2)
+@ON_2
 def test_backward_passes_are_needed_for_the_microbatches_of_a_step(group):
     """A layout has asked for another number of them."""
     refuses(ScheduleError, "there are no backward passes", losses, group, late, microbatches=3)

@@ -45,7 +45,10 @@ def weights(model: Module) -> str:
     return b"".join(array.tobytes() for array in model.state().values()).hex()
 
 
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+ON_HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+
+
+@ON_HOST
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_the_fused_update_gives_the_bits_of_shared_sums(ranks, optimizer):
@@ -65,7 +68,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks, optimizer):
     assert all(map(all, ranks.gather([bool(item) for item in right])))
 
 
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+@ON_HOST
 @pytest.mark.simulated
 def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks):
     worker, parts = build(ranks, fused_update=True), batches(ranks)
@@ -78,7 +81,7 @@ def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks):
     assert all(ranks.gather(right))
 
 
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
+@ON_HOST
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str

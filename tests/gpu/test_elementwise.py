@@ -36,7 +36,10 @@ def both_ways(backend: Backend, function, *given) -> dict[str, Any]:
     return {str(i): backend.to_host(item).astype(FLOAT64) for i, item in enumerate(arrays)}
 
 
-@pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+EACH_FUNCTION = pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+@EACH_FUNCTION
 def test_activations_of_extreme_numbers(device, function):
     """NaN stays where it is, and nothing else becomes one."""
     x = np.float32([np.nan, 0, -0.0, 1e18, -1e18, 2e-38, -2e-38, 100, -100, 88.5, -88.5, 20, -20])
@@ -50,7 +53,7 @@ def test_activations_of_extreme_numbers(device, function):
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (1031,)])
 @pytest.mark.parametrize("mode", DTYPES)
-@pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@EACH_FUNCTION
 def test_activations_of_any_size(device, function, mode, shape):
     x = np.array(np.random.default_rng(0).uniform(0.5, 2, shape)).astype(DTYPES[mode])
     found = both_ways(device, function, device.asarray(x))
@@ -58,7 +61,7 @@ def test_activations_of_any_size(device, function, mode, shape):
     assert not differences(found, right, TOLERANCES[mode])
 
 
-@pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@EACH_FUNCTION
 def test_activations_of_views(device, function):
     x = np.random.default_rng(0).normal(size=(7, 6, 10)).astype("f4")
 

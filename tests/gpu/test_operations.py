@@ -51,8 +51,11 @@ def test_operation_is_the_hosts(device, sample, mode):
     assert not apart(sample, device, mode)
 
 
+EACH_ROW = pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
+@EACH_ROW
 def test_what_has_no_kernel_is_the_hosts(device, row, mode):
     """Of the library's functions alone: any shape, stride and broadcast."""
 
@@ -85,7 +88,7 @@ def test_every_operation_replays(device, sample):
     replay(sample, device)
 
 
-@pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
+@EACH_ROW
 def test_every_function_replays(device, row):
     """Those that the library computes."""
 

@@ -93,7 +93,10 @@ def test_functions_of_an_element(kernels, device, name, along):
 SHAPES = [(1, 1), (5, 1), (3, 33), (300, 8), (2, 3, 40), (40,), (3, 1040), (2, 9001), (0, 4)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@EACH_DTYPE
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(kernels, device, shape, dtype):
     """Of elements alone; with sums along rows of a warp, of a block, and of a large block."""
@@ -103,7 +106,7 @@ def test_shapes(kernels, device, shape, dtype):
         compare(device, own_norm, x, 0.5, 1 + np.arange(shape[-1]) % 7 / 8.0, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("shape", [(131, 7), (5003, 8), (12, 1100)])
 def test_numbers_of_rows_and_columns(kernels, device, shape, dtype):
     """Read and returned, with the sums over rows of several blocks."""
@@ -180,7 +183,7 @@ def test_memory_is_used_again(kernels, device):
         np.testing.assert_array_equal(device.to_host(y), other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("formula", [updates, too_early, in_place])
 def test_rows_are_written_where_the_formula_says(kernels, device, formula, dtype):
     """What is read after it was overwritten, and rows with gaps, are left to the library."""

@@ -119,8 +119,11 @@ class Training:
         return {"losses": np.array([loss.item() for loss in losses]), **moved}
 
 
+EACH_NAME = pytest.mark.parametrize("name", MODELS)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@EACH_NAME
 def test_training_is_the_hosts(device, name, mode):
     """SGD in each precision beside NumPy in float64."""
     right = Training(MODELS[name], "sgd", numpy_backend(), FLOAT64).course()
@@ -138,7 +141,7 @@ def test_optimizers_are_the_hosts(device, optimizer, mode):
 
 
 @pytest.mark.parametrize("mode", [FLOAT32, BF16])
-@pytest.mark.parametrize("name", MODELS)
+@EACH_NAME
 def test_a_recorded_step_is_the_plain_one(device, name, mode):
     """The same calls on the same arrays; but cuBLAS may add up in another order where these lie
     elsewhere.
@@ -151,8 +154,11 @@ def test_a_recorded_step_is_the_plain_one(device, name, mode):
     assert not apart(recorded, plain, 1e-5 if mode == FLOAT32 else 2e-2)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
-@pytest.mark.parametrize("name", MODELS)
+EACH_COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
+
+
+@EACH_COMPILED
+@EACH_NAME
 def test_no_step_waits_for_the_device(real_device, name, compiled):
     """After the first steps, which compile kernels and test cuBLAS, the host only asks and never
     waits.
@@ -165,7 +171,7 @@ def test_no_step_waits_for_the_device(real_device, name, compiled):
 
 
 @pytest.mark.slow(GROWTH)
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
+@EACH_COMPILED
 @pytest.mark.parametrize("name", ["mlp with dropout", "cnn", "transformer block"])
 def test_memory_stays_flat(device, name, compiled):
     """Over a thousand steps (fewer where NumPy stands in), not a byte more is in use, nor in the

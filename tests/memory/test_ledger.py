@@ -111,7 +111,10 @@ def test_mistakes_are_refused():
         MemoryLedger().note({"weights": 1})
 
 
-@pytest.mark.host_only("the host's allocations")
+ON_HOST = pytest.mark.host_only("the host's allocations")
+
+
+@ON_HOST
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_meter_counts_its_own_rank(ranks):
     """What lives, and the most meanwhile, without what other ranks do in their turns."""
@@ -134,7 +137,7 @@ def test_a_meter_counts_its_own_rank(ranks):
     assert not tracemalloc.is_tracing()
 
 
-@pytest.mark.host_only("the host's allocations")
+@ON_HOST
 @pytest.mark.parametrize("budget", [None, "least"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_peak_is_that_of_a_trace(budget, microbatches):
@@ -173,7 +176,7 @@ def live_and_counted(layer: nn.Module) -> tuple[int, int]:
     return live, sum(saved_memory(y.tape.find().nodes, outside).values()) + y.data.nbytes
 
 
-@pytest.mark.host_only("the host's allocations")
+@ON_HOST
 @pytest.mark.parametrize(
     "layer",
     [
@@ -189,7 +192,7 @@ def test_all_that_a_layer_saves_is_counted(layer):
     assert counted == pytest.approx(live, rel=0.05)
 
 
-@pytest.mark.host_only("the host's allocations")
+@ON_HOST
 def test_a_plan_sees_the_experts_activations(tmp_path):
     """A budget is kept, and what goes out comes back: the gradients are those of an ordinary
     pass.

@@ -61,7 +61,10 @@ def agree(ours, theirs, dtype: str):
     np.testing.assert_allclose(ours, theirs.detach().numpy(), **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@EACH_DTYPE
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, dtype):
     make, values = LAYERS[name]
@@ -87,7 +90,7 @@ def test_layers(name, dtype):
         agree(weight.grad.transpose(turned), parts["weight"].grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("name", CELLS)
 def test_cells(name, dtype):
     """Over seven steps, without a state and from one."""
@@ -110,7 +113,7 @@ def test_cells(name, dtype):
         agree(x.grad, z.grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
 def test_rnn(nonlinearity, dtype):
     values = TIMES.astype(dtype)
@@ -163,7 +166,7 @@ LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, dtype):
     make, target = LOSSES[name]

@@ -74,9 +74,13 @@ def check_packed(batch, time, heads, features, causal, dtype, scale=1.0):
         np.testing.assert_array_equal(ops.attention(x, heads, causal).data, y.data)
 
 
+EACH_CAUSAL = pytest.mark.parametrize("causal", [True, False])
+EACH_DTYPE = pytest.mark.parametrize("dtype", ["float32", "float64"])
+
+
 @pytest.mark.parametrize("time", [1, 2, 63, 64, 65, 128, 129, 200, 257])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@EACH_CAUSAL
+@EACH_DTYPE
 def test_any_length(time, causal, dtype):
     """One position, and lengths around those of the bands."""
     check_packed(2, time, 3, 5, causal, dtype)
@@ -92,7 +96,7 @@ def test_any_length(time, causal, dtype):
         (1000, {(5, 3)}),
     ],
 )
-@pytest.mark.parametrize("causal", [True, False])
+@EACH_CAUSAL
 def test_any_block(elements, blocks, causal, monkeypatch):
     """Blocks of some heads of one sequence, of several sequences, and last ones that are
     smaller.
@@ -108,7 +112,7 @@ def test_any_block(elements, blocks, causal, monkeypatch):
 @pytest.mark.host_only(
     "it is about NumPy's memory; the device's double gives NaN in all new memory"
 )
-@pytest.mark.parametrize("causal", [True, False])
+@EACH_CAUSAL
 def test_what_was_never_written_is_never_read(causal, monkeypatch):
     """New arrays full of NaN change nothing."""
 
@@ -156,7 +160,7 @@ def test_other_keys_than_queries(queries, keys):
 
 
 @pytest.mark.parametrize("of", ["query", "key"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@EACH_DTYPE
 def test_nan_of_later_positions_is_not_seen(of, dtype):
     """NaN in a query is seen in its own result, and in a key from there on; before it nothing
     changes by a bit.
@@ -188,8 +192,8 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
         np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("causal", [True, False])
+@EACH_DTYPE
+@EACH_CAUSAL
 def test_dropped_probabilities(dtype, causal, monkeypatch):
     """By the formulas, with the mask that its description gives, in blocks and bands of any
     size.

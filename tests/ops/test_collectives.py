@@ -293,7 +293,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks(group, function, error, words
     assert all(re.search(words, item) for item in group.gather(text)), text
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+BOTH_ON_2_TO_3 = pytest.mark.both_worlds(min_size=2, max_size=3)
+
+
+@BOTH_ON_2_TO_3
 def test_a_compiled_step_agrees_each_time(group):
     """A rank of a new shape records while the others replay, and nobody waits. Lists of lengths are
     refused.
@@ -315,7 +318,7 @@ def leaves(rank: int) -> list[Array]:
     return [10.0**k * (1.0 + rank + np.arange(2.0)) for k in range(3)]
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_ranks_run_collectives_backward_in_the_order_of_the_forward_pass(group):
     """Whatever lies between them: rank 0 has a longer graph after the first one, and joins the two
     the other way round.
@@ -339,7 +342,7 @@ USES = {
 }
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("is_early", [False, True])
@@ -375,7 +378,7 @@ def test_a_result_that_a_rank_does_not_use_gets_zeros(group, kind, use, is_early
     assert not any(group.gather(wrong))
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_passes_that_leave_results_to_others(group):
     """Losses of one forward pass each, the newer one first; and both twice."""
     x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
@@ -392,7 +395,7 @@ def test_passes_that_leave_results_to_others(group):
     assert all(group.gather(right))
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_ranks_that_need_no_gradient_help_the_others(group):
     x = Tensor([1.0 + group.rank], requires_grad=group.rank == 0)
     y = ops.all_reduce(x, group)
@@ -403,7 +406,7 @@ def test_ranks_that_need_no_gradient_help_the_others(group):
     assert all("is under nnmpi.no_grad() on rank 0" in item for item in group.gather(text))
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_a_compiled_step_may_use_other_results_on_each_rank(group):
     x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
 
@@ -424,7 +427,7 @@ def test_a_compiled_step_may_use_other_results_on_each_rank(group):
         x.data += 1.0
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group):
     """They meet at the same operations, by the numbers of today."""
     w = Tensor([2.0], requires_grad=True)
@@ -441,7 +444,7 @@ def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group):
         assert all(group.gather(w.grad.tolist() == [2 * group.size * y.item() * count]))
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 def test_a_pass_through_many_groups_ends_with_them_in_one_order(group):
     groups, x = [group.duplicate() for _ in range(8)], Tensor([1.0], requires_grad=True)
     total = Tensor([0.0])

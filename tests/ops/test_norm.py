@@ -191,9 +191,15 @@ def huge_inputs(shape):
     return [plain, plain * np.float32(1e20), plain * np.float32(9e37), mixed, single, plain]
 
 
+EACH_NAME = pytest.mark.parametrize("name", LAYERS)
+ON_HOST = pytest.mark.host_only(
+    "a device's normalizations stay NaN: the host would have to wait for each"
+)
+
+
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
+@EACH_NAME
+@ON_HOST
 def test_huge_inputs_give_the_results_of_float64(name, compiles):
     """Forward and backward, and in replays of a step that was recorded with small ones."""
     make, shape = LAYERS[name]
@@ -228,7 +234,7 @@ def test_huge_inputs_give_the_results_of_float64(name, compiles):
 
 @pytest.mark.parametrize("size", [1e3, 1e12, 1e17, 2e19])
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
+@ON_HOST
 def test_running_statistics_of_large_inputs_are_those_of_float64(compiles, size):
     """A batch counts once, whether its squares, their sums or nothing overflows."""
     plain = np.random.default_rng(0).standard_normal((16, 4, 4, 3)).astype("float32")
@@ -245,8 +251,8 @@ def test_running_statistics_of_large_inputs_are_those_of_float64(compiles, size)
         np.testing.assert_allclose(ours, right, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
+@EACH_NAME
+@ON_HOST
 def test_the_gradient_of_huge_inputs_is_that_of_float64(name):
     make, shape = LAYERS[name]
     weights = np.random.default_rng(1).standard_normal(shape)
@@ -264,7 +270,7 @@ def test_the_gradient_of_huge_inputs_is_that_of_float64(name):
         np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@EACH_NAME
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 def test_compiled_kernels_overflow_no_more(name):
     make, shape = LAYERS[name]
@@ -282,7 +288,7 @@ def test_compiled_kernels_overflow_no_more(name):
             np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
 
 
-@pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
+@ON_HOST
 def test_ranks_overflow_together():
     """One rank's rows overflow the statistics of all."""
 

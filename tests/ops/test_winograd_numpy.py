@@ -48,8 +48,11 @@ def resized(spec, kernel):
     return spec._replace(kernel=(kernel, kernel), padding=(border, border))
 
 
+EACH_SPEC = pytest.mark.parametrize("spec", [ALONE, RELU_POOL], ids=NAMES)
+
+
 @pytest.mark.parametrize("kernel", [3, 5])
-@pytest.mark.parametrize("spec", [ALONE, RELU_POOL], ids=NAMES)
+@EACH_SPEC
 @pytest.mark.parametrize("size", [(2, 2), (2, 6), (8, 4), (12, 8), (6, 14)])
 @pytest.mark.parametrize("channels", [(1, 1), (3, 5), (16, 24)])
 @pytest.mark.parametrize("n", [1, 7])
@@ -68,7 +71,10 @@ def test_sizes(spec, size, channels, n, kernel, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
+EACH_KERNEL_AND_SIDE = pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
+
+
+@EACH_KERNEL_AND_SIDE
 @pytest.mark.parametrize("channels, groups", [((6, 9), 3), ((8, 8), 2), ((4, 8), 4)])
 @pytest.mark.parametrize("large", [1, 1 << 17])
 def test_groups(channels, groups, kernel, side, large, monkeypatch):
@@ -89,8 +95,8 @@ def test_groups(channels, groups, kernel, side, large, monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
-@pytest.mark.parametrize("spec", [ALONE, RELU_POOL], ids=NAMES)
-@pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
+@EACH_SPEC
+@EACH_KERNEL_AND_SIDE
 def test_constant_regions(spec, bias, kernel, side):
     """Where a black background meets a picture: equal places, and with a bias of 0 the corner of
     the ReLU.

@@ -109,7 +109,10 @@ def test_tied_weights_stay_tied(group):
     assert all(group.gather(len(ours.parameters()) == 7))
 
 
-@pytest.mark.simulated(min_size=2)
+FROM_2 = pytest.mark.simulated(min_size=2)
+
+
+@FROM_2
 def test_weights_that_went_apart_are_found(group):
     """One bit of what is whole on all ranks; parts differ anyway."""
     model = models.resnet((8, 8, 1), 3, width=3)
@@ -168,14 +171,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 @pytest.mark.parametrize("build, table, words", REFUSED)
 def test_refusals(group, build, table, words):
     """A sentence that names the layer and what would work."""
     refuses(LayoutError, words, lambda: shard(build(), group, table))
 
 
-@pytest.mark.simulated(min_size=2)
+@FROM_2
 def test_other_refusals(group):
     """Initialized models, images of another size, and too few groups."""
     usage_error("shard it first", lambda: shard(models.mlp((4,), 3).initialize(seed=0), group))

@@ -277,7 +277,10 @@ def test_models_with_other_settings(group, way):
     assert "rank 1 has 1 Dropout(p=0.5)" in text
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+BOTH_ON_2_TO_3 = pytest.mark.both_worlds(min_size=2, max_size=3)
+
+
+@BOTH_ON_2_TO_3
 def test_one_ranks_look_at_the_first_batch_is_no_difference(group):
     model = nn.Linear(4, 3).initialize(seed=0, dtype="float64")
     parallel, sgd = DataParallel(model, group), optim.SGD(model.storage, lr=0.1)
@@ -291,7 +294,7 @@ def test_one_ranks_look_at_the_first_batch_is_no_difference(group):
         sgd.step()
 
 
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_all_ranks_scale(group, stage):
     """As the one rank does it, or refused; with shared memory it depended on timing."""
@@ -351,7 +354,7 @@ def test_a_window_of_accumulation_ends_or_is_refused(group, saves, tmp_path):
 
 
 @pytest.mark.host_only("memory that the ranks of a node share")
-@pytest.mark.both_worlds(min_size=2, max_size=3)
+@BOTH_ON_2_TO_3
 @pytest.mark.parametrize("way", ["Worker", 1, 2, 3])
 def test_weights_that_ranks_share_are_read_only(group, way):
     """Each rank would change the one copy; `load_state` writes it on all."""

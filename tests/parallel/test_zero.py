@@ -90,8 +90,11 @@ class Counting:
         return np.zeros(elements, dtype)
 
 
+EACH_RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+
+
 @pytest.mark.host_only("counts the arrays that NumPy makes")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@EACH_RANKS
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_the_bytes_of_state_are_those_of_the_formulas(name, ranks):
     """float32 and Adam: 16 bytes for each of P parameters with plain replicas. The peak falls from
@@ -135,7 +138,7 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name, ranks):
         assert first == dp if ranks == 1 else first < dp
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@EACH_RANKS
 def test_the_bytes_sent_are_those_of_the_formulas(ranks):
     """By a ring, over all ranks: (N - 1) times 8P in stages 1 and 2, and 12P in stage 3; and in
     `traffic`, by rank.

@@ -50,7 +50,10 @@ def tensors(inputs, dtype="float64"):
     return [Tensor(x.astype(dtype), requires_grad=True) for x in inputs]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+EACH_ROW = pytest.mark.parametrize("row", TABLE, ids=NAMES)
+
+
+@EACH_ROW
 def test_gradients(row):
     """Backward agrees with central differences for any shape, stride and broadcast."""
 
@@ -62,7 +65,7 @@ def test_gradients(row):
     agree()
 
 
-@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+@EACH_ROW
 def test_strides_do_not_matter(row):
     """Awkward strides give the values and gradients of a plain array, and nothing is read from
     between elements.
@@ -132,7 +135,7 @@ def grads(leaves):
     return [leaf.grad for leaf in leaves]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=NAMES)
+@EACH_ROW
 def test_dtypes_do_not_mix(row):
     """One input of another dtype than the rest is refused, whichever it is."""
 

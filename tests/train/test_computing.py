@@ -95,7 +95,10 @@ def test_how_much_a_run_multiplies():
     assert long > 2 * short
 
 
-@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+ON_HOST = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+
+
+@ON_HOST
 @pytest.mark.parametrize(
     "words, version, chosen, said",
     [
@@ -127,7 +130,7 @@ def test_when_numbas_kernels_compute(
     assert result.removeprefix("kernels: ").startswith(said) and bool(result) == bool(said)
 
 
-@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+@ON_HOST
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize(
     "name, has, lacks", [("installed_numba", "1.0", ""), ("_loads", True, False)]
@@ -155,7 +158,7 @@ def weights(folder: Path) -> list[Any]:
     return [ended["weights_sha256"], saved["jit"]]
 
 
-@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+@ON_HOST
 def test_a_choice_is_that_of_the_option_and_stays(group, monkeypatch, tmp_path):
     """A run that takes numba's kernels by itself has the bits of one that is told to, and when it
     goes on, too.

@@ -35,7 +35,10 @@ def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
     return model, Adam(model.storage, lr=0.02), Loader(train, 16, group)
 
 
-@pytest.mark.simulated(max_size=2)
+UP_TO_2 = pytest.mark.simulated(max_size=2)
+
+
+@UP_TO_2
 def test_what_does_not_fit_is_refused(group, tmp_path):
     folder = group.share(str(tmp_path))
     model, optimizer, _ = make(group, 0)
@@ -88,7 +91,7 @@ def test_what_does_not_fit_is_refused(group, tmp_path):
     )
 
 
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_a_run_that_did_not_resume_removes_nothing(group, tmp_path):
     """Whatever its steps are; one that has resumed goes on, in another folder, too."""
     folder = group.share(str(tmp_path))
@@ -113,7 +116,7 @@ def test_a_run_that_did_not_resume_removes_nothing(group, tmp_path):
     usage_error("another run", lambda: save(f"{folder}/own", (*make(group, 2)[:2], group)))
 
 
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_a_damaged_checkpoint_is_not_passed_over_silently(group, tmp_path):
     folder = group.share(str(tmp_path))
     model, optimizer, _ = make(group, 0)
@@ -128,7 +131,7 @@ def test_a_damaged_checkpoint_is_not_passed_over_silently(group, tmp_path):
     assert fresh.steps == 1
 
 
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_state_of_another_optimizer_is_refused(group, tmp_path):
     """Adam's is that of AdamW and Muon by its names and shapes, and means something else."""
     folder = group.share(str(tmp_path / "adam"))
@@ -139,7 +142,7 @@ def test_state_of_another_optimizer_is_refused(group, tmp_path):
             resume(folder, (model, kind(model.storage), group))
 
 
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_the_rate_and_the_losses_behind_it_are_restored(group, tmp_path):
     folder = group.share(str(tmp_path / "checkpoints"))
 

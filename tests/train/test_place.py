@@ -184,8 +184,11 @@ def test_a_resumed_loop_ends_with_the_same_bits(group, tmp_path, kind):
         assert rest.end() == expected, way
 
 
+EACH_KIND = pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+
+
 @pytest.mark.simulated(max_size=4)
-@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+@EACH_KIND
 def test_a_place_that_the_program_keeps(group, tmp_path, kind):
     folder = group.share(str(tmp_path))
     whole, first, rest = (Loop(group, kind, seed) for seed in (0, 0, 1))
@@ -199,8 +202,11 @@ def test_a_place_that_the_program_keeps(group, tmp_path, kind):
     assert rest.end() == whole.end()
 
 
-@pytest.mark.simulated(max_size=2)
-@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+UP_TO_2 = pytest.mark.simulated(max_size=2)
+
+
+@UP_TO_2
+@EACH_KIND
 @pytest.mark.parametrize("at", [2, BATCHES - 1])
 def test_a_loop_that_would_go_on_with_other_batches_is_refused(group, tmp_path, at, kind):
     """Without its loader, or with one of other batches, within an epoch."""
@@ -229,7 +235,7 @@ def test_a_loop_that_would_go_on_with_other_batches_is_refused(group, tmp_path, 
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_two_loaders_at_once(group, tmp_path, by_hand):
     """Of other lengths: the longer one goes on where it was, as in a resumed run."""
     kind = "DataParallel" if by_hand else "Worker"
@@ -259,7 +265,7 @@ def test_two_loaders_at_once(group, tmp_path, by_hand):
     assert read == expected
 
 
-@pytest.mark.simulated(max_size=2)
+@UP_TO_2
 def test_the_rest_of_an_epoch_without_updates_is_over(group):
     """Short batches are left out; and a loop that accumulates may end within a window."""
     loop = Loop(group, "DataParallel")
@@ -288,8 +294,8 @@ def test_a_loader_without_updates_goes_from_epoch_to_epoch():
         assert other.place == (3, 0)
 
 
-@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
-@pytest.mark.simulated(max_size=2)
+@EACH_KIND
+@UP_TO_2
 def test_a_training_that_would_begin_elsewhere_is_refused(group, kind):
     begun, again, looked, skipped = (Loop(group, kind) for _ in range(4))
     for _ in range(2):  # a loop of its own for each step
@@ -328,8 +334,8 @@ def test_a_batch_that_is_kept_moves_nothing_back():
     assert loop.loader.place == (0, 2)
 
 
-@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
-@pytest.mark.simulated(max_size=2)
+@EACH_KIND
+@UP_TO_2
 def test_an_evaluation_within_an_epoch_reads_all_batches(group, kind):
     """Beside the training's loop, and after it was left; those that had updates get no more."""
     loop = Loop(group, kind)

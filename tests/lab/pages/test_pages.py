@@ -148,7 +148,10 @@ def test_sliders_change_costs_and_crossings(ring, tmp_path):
     assert not tiny.startswith("ring")
 
 
-@pytest.mark.parametrize("width, dark", [("desk", True), ("phone", False)])
+EACH_WIDTH_AND_DARK = pytest.mark.parametrize("width, dark", [("desk", True), ("phone", False)])
+
+
+@EACH_WIDTH_AND_DARK
 def test_a_pipeline_is_stepped_through(pipeline, tmp_path, width, dark):
     script = """
         const told = [texts(".figures")[0], texts(".clock")[0]];
@@ -220,7 +223,7 @@ def test_a_plans_film_is_its_price():
     assert [action[2] for action in actions[:3]] == ["K  ", "O- ", "=K "]
 
 
-@pytest.mark.parametrize("width, dark", [("desk", True), ("phone", False)])
+@EACH_WIDTH_AND_DARK
 def test_a_memory_plan_is_stepped_through(tmp_path, width, dark):
     file = tmp_path / "plan.html"
     printed = memory(f"plan --layers 6 --budget 50% --bandwidth 2MiB --html {file}".split())
