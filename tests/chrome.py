@@ -3,8 +3,6 @@ writes one.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 KEYS = {
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur"},
@@ -18,7 +16,7 @@ ABOUT = {"process_name": "name", "thread_name": "name", "process_sort_index": "s
 }
 
 
-def breaches(trace: Mapping[str, Any]) -> list[str]:
+def breaches(trace):
     """Return what is wrong with a trace, in sentences; [] when nothing is."""
     rows = trace["traceEvents"]
     wrong = [
@@ -40,7 +38,7 @@ def breaches(trace: Mapping[str, Any]) -> list[str]:
     return wrong + _nesting(rows) + _named(rows) + _arrows(rows)
 
 
-def names(trace: Mapping[str, Any], what: str) -> dict[tuple[int, int], str]:
+def names(trace, what):
     """Return (pid, tid) -> name, of "process_name" or "thread_name"."""
     return {
         (row["pid"], row["tid"]): row["args"]["name"]
@@ -49,7 +47,7 @@ def names(trace: Mapping[str, Any], what: str) -> dict[tuple[int, int], str]:
     }
 
 
-def spans(trace: Mapping[str, Any]) -> list[tuple[int, str, str, float, float]]:
+def spans(trace):
     """Return (pid, track, name, begin, end) of all events, in microseconds."""
     tracks = names(trace, "thread_name")
     return [
@@ -59,7 +57,7 @@ def spans(trace: Mapping[str, Any]) -> list[tuple[int, str, str, float, float]]:
     ]
 
 
-def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
+def standing(trace, rank):
     """Return the microseconds of a rank in which it computed, exchanged, waited; and of any of
     them, each counted once.
 
@@ -85,7 +83,7 @@ def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
     return result
 
 
-def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
+def arrows(trace):
     """Return the names of the events that each arrow joins."""
     ends = defaultdict(dict)
     for row in trace["traceEvents"]:
@@ -94,19 +92,19 @@ def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     return sorted((end["s"], end["f"]) for end in ends.values())
 
 
-def _args(row: Mapping[str, Any]) -> set[str]:
+def _args(row):
     return {"args"} if row["ph"] in ("M", "C") and "args" in row else set()
 
 
-def _whole(value: object) -> bool:
+def _whole(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ns(microseconds: float) -> int:
+def _ns(microseconds):
     return round(microseconds * 1000)
 
 
-def _nesting(rows: list[dict[str, Any]]) -> list[str]:
+def _nesting(rows):
     """Two events of a thread are apart, or one lies within the other."""
     wrong = []
     threads = defaultdict(list)
@@ -126,7 +124,7 @@ def _nesting(rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def _named(rows: list[dict[str, Any]]) -> list[str]:
+def _named(rows):
     """Every process and thread has one name and one place."""
     wrong = []
     about = [
@@ -146,7 +144,7 @@ def _named(rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def _arrows(rows: list[dict[str, Any]]) -> list[str]:
+def _arrows(rows):
     """Every arrow has one beginning and one end, both inside an event, with one name and
     category.
     """
@@ -166,7 +164,7 @@ def _arrows(rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def _around(rows: list[dict[str, Any]], end: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _around(rows, end):
     """Return the events around an arrow's end, the outermost first; one that ends at that time is
     not around it.
     """

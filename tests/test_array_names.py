@@ -8,7 +8,6 @@ which asks the arrays. CuPy's side is the snapshot of its names.
 import ast
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,7 +60,7 @@ class Use:
     keywords: tuple[str, ...]
 
 
-def uses(path: Path, text: str) -> Iterator[Use]:
+def uses(path, text):
     """Yield what a file asks of `xp`."""
     tree = ast.parse(text)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -82,7 +81,7 @@ def uses(path: Path, text: str) -> Iterator[Use]:
             yield Use(str(path), node.lineno, name, keywords)
 
 
-def dotted(node: ast.expr) -> str | None:
+def dotted(node):
     """Return "add.reduce" for xp.add.reduce and self.xp.add.reduce, None for anything else."""
     parts = []
     while isinstance(node, ast.Attribute) and not (
@@ -96,7 +95,7 @@ def dotted(node: ast.expr) -> str | None:
     return ".".join(reversed(parts)) if is_xp and parts and not parts[-1].startswith("__") else None
 
 
-def problems(use: Use) -> list[str]:
+def problems(use):
     """Return what is wrong with a use, in words."""
     first, _, rest = use.name.partition(".")
     entry = CUPY["cupy"].get(first)
@@ -126,7 +125,7 @@ def problems(use: Use) -> list[str]:
     return result
 
 
-def numpy_takes(name: str, keyword: str) -> bool:
+def numpy_takes(name, keyword):
     """Return whether NumPy's function takes a keyword."""
     function = getattr(np, name)
     if isinstance(function, np.ufunc):
@@ -141,7 +140,7 @@ def numpy_takes(name: str, keyword: str) -> bool:
 
 
 @cache
-def everything() -> list[Use]:
+def everything():
     """Return all uses of the engine."""
     paths = [path for room in BOTH for path in sorted((ROOT / "nnmpi").glob(f"{room}/*.py"))]
     return [use for path in paths for use in uses(path.relative_to(ROOT), path.read_text())]

@@ -73,13 +73,7 @@ def test_the_first_programs_train(page, group, capsys):
 
 
 @pytest.mark.parametrize("page, changed", [("pytorch", 9), ("horovod", 34)])
-def test_scripts_are_ported(
-    page,
-    changed,
-    monkeypatch,
-    capsys,
-    tmp_path,
-):
+def test_scripts_are_ported(page, changed, monkeypatch, capsys, tmp_path):
     """The lines that differ are counted; the port learns, on images of its size that are learned
     quickly.
     """
@@ -175,7 +169,7 @@ def test_the_map_shows_all_packages_and_modules():
     assert {name.removesuffix(".py") for name in shown} == there | packages
 
 
-def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def help_of(words, monkeypatch):
     """Return the help of all options of `nnmpi WORDS`, or of `python -m WORDS`; nnmpi's fit a
     terminal of 100 columns.
     """
@@ -342,7 +336,7 @@ def test_pictures_of_the_pages_are_drawn_by_what_they_are_about():
                 )
 
 
-def calls_of(block: str) -> list[tuple[str, str]]:
+def calls_of(block):
     """Return (file, function) for each call that a block of docs/house.md tells of."""
     rows = [re.match(r" +(\S+) +(\w+(?:, \w+)*)", line) for line in block.strip("\n").splitlines()]
     return [(row[1], name) for row in rows if row for name in row[2].split(", ")]

@@ -104,7 +104,7 @@ def test_a_lesson_fails_where_weights_differ(lesson):
     main = runpy.run_path(str(lesson))["main"]
     serial = main.__globals__["serial"]
 
-    def other(*staleness: int) -> dict[int, object]:
+    def other(*staleness):
         weights = serial(*staleness)
         weights[2][-1, -1] *= 1 + 1e-6
         return weights
@@ -160,11 +160,7 @@ def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows():
             "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries",
         ),
         ("2_ring.py --help", 0, "usage: 2_ring.py [-h] [OPTIONS]"),
-        (
-            "2_ring.py --simulate",
-            2,
-            "nnmpi: --simulate has no value; it must be a whole number\n",
-        ),
+        ("2_ring.py --simulate", 2, "nnmpi: --simulate has no value; it must be a whole number\n"),
         ("2_ring.py --simulate 0", 2, "nnmpi: --simulate is 0; give a whole number, 1 or more"),
         (
             "2_ring.py --similate 3",

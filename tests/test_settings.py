@@ -1,15 +1,13 @@
 """What is written to a public object after it is made: followed, or refused in a sentence."""
 
 import inspect
-from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, data, memory, models, nn, ops, optim
+from nnmpi import data, memory, models, nn, ops, optim
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
@@ -23,25 +21,25 @@ pytestmark = pytest.mark.host_only("settings are read on the host")
 
 
 @cache
-def alone() -> Group:
+def alone():
     return nnmpi.simulate(lambda group: group, 1)[0]
 
 
-def small(*more: nn.Module) -> nn.Module:
+def small(*more):
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), *more, nn.Linear(6, 3)).initialize(seed=0)
 
 
-def trained(make: Callable[..., Any], *more):
+def trained(make, *more):
     """Return a trainer of a small model."""
     model = small()
     return make(model, optim.SGD(model.storage, lr=0.1), alone(), *more)
 
 
-def optimizer(kind: type[optim.Optimizer]):
+def optimizer(kind):
     return kind(small().storage, lr=0.1)
 
 
-def made(*args, may: str = "", **named) -> tuple[Callable[[type], Any], str]:
+def made(*args, may="", **named):
     """Return what makes an object of a class, and the attributes that may be written to it."""
     return lambda kind: kind(*args, **named), may
 
@@ -166,11 +164,11 @@ OF_MODULES = {"path", "sharding", "units", "storage"}
 
 
 @cache
-def rows() -> data.Dataset:
+def rows():
     return data.load("digits")[0]
 
 
-def public(thing) -> Iterator[str]:
+def public(thing):
     """Yield the names of the public attributes of an object, of its class too, but methods."""
     for name in dir(thing):
         item = getattr(type(thing), name, None)
@@ -178,7 +176,7 @@ def public(thing) -> Iterator[str]:
             yield name
 
 
-def written(thing) -> set[str]:
+def written(thing):
     """Return the names of the attributes to which their own value can be written."""
     names = set()
     for name in public(thing):
@@ -286,12 +284,12 @@ CHANGES = [
 def test_a_changed_layer_is_the_one_that_is_made_so(make, name, value, x, compiled):
     """Also after it has computed, been fused with its neighbour, and been recorded."""
 
-    def compute(layer: nn.Module, change: bool) -> list[Any]:
+    def compute(layer, change):
         after = nn.ReLU() if x is IMAGES else nn.Tanh()
         model = nn.Sequential(layer, after).initialize(seed=0)
         call = nnmpi.compile(lambda x: model(x)) if compiled else model
 
-        def passed(step: int):
+        def passed(step):
             with nn.training(step=step):
                 return call(x).numpy().copy()
 

@@ -1,34 +1,22 @@
 """Workers of a layout, and their keyword arguments from flat ones: a test's case is one dict."""
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
-from nnmpi import (
-    DataParallel,
-    GradientExchange,
-    Group,
-    Layout,
-    Numerics,
-    ShardedDataParallel,
-    Worker,
-    arrange,
-)
-from nnmpi.nn import Module
-from nnmpi.optim import SGD, Optimizer
+from nnmpi import DataParallel, GradientExchange, Numerics, ShardedDataParallel, Worker, arrange
+from nnmpi.optim import SGD
 
 
-def sgd(model: Module, lr: float = 0.1, **options) -> SGD:
+def sgd(model, lr=0.1, **options):
     """Return an optimizer of a model."""
     return SGD(model.storage, lr=lr, **options)
 
 
-def work(model: Module, group: Group, lr: float = 0.1, **options) -> Worker:
+def work(model, group, lr=0.1, **options):
     """Return a worker of a model, with an optimizer of its own."""
     return Worker(model, sgd(model, lr), group, **options)
 
 
-def replicas(model: Module, group: Group, stage: int = 0, **options) -> DataParallel:
+def replicas(model, group, stage=0, **options):
     """Return what averages a model's gradients, and shards the model from stage 1 on."""
     if stage:
         return ShardedDataParallel(model, group, stage, **options)
@@ -36,16 +24,8 @@ def replicas(model: Module, group: Group, stage: int = 0, **options) -> DataPara
 
 
 def arranged(
-    model: Module,
-    group: Group,
-    layout: Layout,
-    sample=None,
-    dtype: str = "float32",
-    initial: int = 0,
-    make: Callable[..., Optimizer] = SGD,
-    lr: float = 0.1,
-    **options,
-) -> Worker:
+    model, group, layout, sample=None, dtype="float32", initial=0, make=SGD, lr=0.1, **options
+):
     """Return a worker of a model in a layout; `model` and `arrangement` are its attributes.
 
     Args:
@@ -59,7 +39,7 @@ def arranged(
     return Worker(where.model, optimizer, group, arrangement=where, **options)
 
 
-def grouped(**options) -> dict[str, Any]:
+def grouped(**options):
     """Return keyword arguments for a worker, those of GradientExchange and Numerics put into these.
 
     grouped(allreduce="ring", clip=1.0, seed=3)

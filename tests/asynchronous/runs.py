@@ -5,12 +5,9 @@ are compared with.
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Numerics, Sync, Worker
-from nnmpi.backend.array import Array
+from nnmpi import AsynchronousWorker, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.compose.trainer import SegmentReport
 from nnmpi.data import Loader
-from nnmpi.nn import Module
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 
@@ -21,20 +18,18 @@ SEGMENTS = ((0, 0, 4), (0, 4, BATCHES), (1, 0, 1), (1, 1, BATCHES))
 EVERY_MODE = (Sync("ssp", staleness=1), Sync("asp"), Sync("local", local_steps=2), Sync("gossip"))
 
 
-def name_of(sync: Sync) -> str:
+def name_of(sync):
     """Return a short name for a test."""
     return sync.sync + {"ssp": str(sync.bound), "local": str(sync.period)}.get(sync.sync, "")
 
 
-def skip_unless_fitting(group: Group, sync: Sync):
+def skip_unless_fitting(group, sync):
     """Skip on all ranks what so many ranks cannot have."""
     if sync.sync == "gossip" and group.size == 1:
         pytest.skip(f"{sync.describe()} on one rank")
 
 
-def make(
-    group: Group, sync: Sync, name: str = "sgd", slow: str = "", **options
-) -> AsynchronousWorker:
+def make(group, sync, name="sgd", slow="", **options):
     """Return a worker with a small model."""
     model = options.pop("model", None) or build()
     slowness = Slow.parse(slow, seed=7)
@@ -43,24 +38,18 @@ def make(
     )
 
 
-def loader_of(group: Group, model: Module, batch: int = BATCH, rows: int = ROWS) -> Loader:
+def loader_of(group, model, batch=BATCH, rows=ROWS):
     """Return a loader of this rank's part."""
     dtype = model.storage.data[0].dtype
     return Loader(dataset(rows), batch, group, dtype=dtype, workers=0)
 
 
-def rate(step: int) -> float:
+def rate(step):
     """Return a learning rate that changes from step to step."""
     return 0.1 / (1 + step / 10)
 
 
-def train(
-    worker: AsynchronousWorker,
-    segments=SEGMENTS,
-    batch: int = BATCH,
-    lr=rate,
-    **options,
-) -> list[SegmentReport]:
+def train(worker, segments=SEGMENTS, batch=BATCH, lr=rate, **options):
     """Train for some segments."""
     loader = loader_of(worker.group, worker.model, batch)
     count = loader.batches_per_epoch
@@ -70,9 +59,7 @@ def train(
     ]
 
 
-def all_reduced(
-    group: Group, name: str, model: Module, clip: float | None = None, batches: int = 2 * BATCHES
-) -> Array:
+def all_reduced(group, name, model, clip=None, batches=2 * BATCHES):
     """Return the weights of a synchronous run."""
     worker = Worker(model, optimizer_of(model, name), group, seed=3, numerics=Numerics(clip=clip))
     loader = loader_of(group, model)
@@ -86,7 +73,7 @@ def all_reduced(
     return weights(model)
 
 
-def everything(worker: AsynchronousWorker) -> Array:
+def everything(worker):
     """Return weights, running statistics and what is kept of the optimizer, from the ranks that
     have it. Collective.
     """
@@ -96,6 +83,6 @@ def everything(worker: AsynchronousWorker) -> Array:
     )
 
 
-def equal_on_all(group: Group, values: Array) -> bool:
+def equal_on_all(group, values):
     """Return whether all ranks have the same bits. Collective."""
     return len(set(group.gather(values.tobytes().hex()))) == 1

@@ -4,23 +4,19 @@ do not.
 
 import hashlib
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, nn, ops, optim
-from nnmpi.asynchronous.averaging import Averaging, Gossip, LocalSGD
+from nnmpi import nn, ops, optim
+from nnmpi.asynchronous.averaging import Gossip, LocalSGD
 from nnmpi.asynchronous.slowmo import SlowMo
 from nnmpi.backend.array import namespace
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.shard import split
-from nnmpi.optim import Optimizer
 from tests.device.library import device_backend
 
-Make = Callable[[Any], Optimizer]
 SGD = {
     "plain": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
@@ -31,7 +27,7 @@ SGD = {
 ADAM = partial(optim.Adam, lr=0.01)
 
 
-def network(backend: Backend | None = None, hidden: int = 7) -> nn.Sequential:
+def network(backend=None, hidden=7):
     """Return a small network in double precision, in two flat buffers."""
     model = nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, 3))
     return model.initialize(
@@ -42,13 +38,13 @@ def network(backend: Backend | None = None, hidden: int = 7) -> nn.Sequential:
     )
 
 
-def batch(step: int, rows: int) -> tuple[Any, Any]:
+def batch(step, rows):
     """Return a batch that is the same on all ranks."""
     generator = np.random.default_rng([7, step])
     return generator.standard_normal((rows, 5)), generator.integers(0, 3, rows)
 
 
-def update(model: nn.Sequential, optimizer: Optimizer, x, y):
+def update(model, optimizer, x, y):
     """Do one update with the mean gradient of these rows, or with that of no rows, which is
     zero.
     """
@@ -61,7 +57,7 @@ def update(model: nn.Sequential, optimizer: Optimizer, x, y):
     optimizer.step()
 
 
-def serial(make: Make, rows: int, steps: int) -> tuple[nn.Sequential, Optimizer]:
+def serial(make, rows, steps):
     """Return what training on whole batches gives."""
     model = network()
     optimizer = make(model.storage)
@@ -70,25 +66,32 @@ def serial(make: Make, rows: int, steps: int) -> tuple[nn.Sequential, Optimizer]
     return model, optimizer
 
 
-def train(
-    averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0
-):
+def of(rows, *arrays):
+    """Return these rows of arrays."""
+    return [array[rows.start : rows.stop] for array in arrays]
+
+
+def train(averaging, model, parts, steps, first=0):
     """Let this rank do steps on its part of each batch."""
     local = parts[averaging.group.rank]
     for step in range(first, first + steps):
         x, y = batch(step, parts[-1].stop)
-        update(model, averaging.optimizer, x[local.start : local.stop], y[local.start : local.stop])
+        update(model, averaging.optimizer, *of(local, x, y))
         averaging.after_step(step, len(local))
 
 
-def flat(arrays: list[Any]):
+def flat(arrays):
     """Return all values as one host array."""
     return np.concatenate(
         [array.get() if hasattr(array, "get") else array.copy() for array in arrays]
     )
 
 
-def scatter(averaging: Averaging) -> list[Any]:
+def values_of(model):
+    return flat(model.storage.data)
+
+
+def scatter(averaging):
     """Give each rank other weights, and return those of all ranks."""
     everyones = [
         [
@@ -102,17 +105,17 @@ def scatter(averaging: Averaging) -> list[Any]:
     return [np.concatenate(values) for values in everyones]
 
 
-def same_bits(group: Group, arrays: list[Any]) -> bool:
+def same_bits(group, arrays):
     """Return whether all ranks have the same bits."""
     return len(set(group.gather(hashlib.blake2b(flat(arrays).tobytes()).hexdigest()))) == 1
 
 
-def everywhere(group: Group, right: list[bool]) -> bool:
-    """Return whether all of these hold on all ranks."""
-    return all(group.gather(bool(all(right))))
+def everywhere(group, right):
+    """Fail unless all of these hold on all ranks."""
+    assert all(group.gather(bool(all(right)))), right
 
 
-def mixing(size: int):
+def mixing(size):
     """Return the matrix by which a step of gossip multiplies the ranks' weights."""
     eye = np.eye(size)
     if size == 2:
@@ -120,7 +123,7 @@ def mixing(size: int):
     return eye / 2 + np.roll(eye, 1, axis=0) / 4 + np.roll(eye, -1, axis=0) / 4
 
 
-def close(ours, theirs) -> bool:
+def close(ours, theirs):
     """Return whether two arrays are the same but for rounding."""
     return bool(np.allclose(ours, theirs, rtol=1e-10, atol=1e-12))
 
@@ -138,12 +141,12 @@ def test_averaging_after_every_step_is_the_synchronous_run(group, kind):
     model = network()
     local = LocalSGD(group, model.storage, SGD[kind](model.storage), every=1)
     train(local, model, list(split(rows, group.size)), steps)
-    before = flat(model.storage.data)
+    before = values_of(model)
     disagreement = local.synchronize()
     full, optimizer = serial(SGD[kind], rows, steps)
     right = [
-        close(before, flat(full.storage.data)),
-        bool(np.array_equal(before, flat(model.storage.data))),
+        close(before, values_of(full)),
+        bool(np.array_equal(before, values_of(model))),
         disagreement == 0,
         all(
             close(flat(ours), flat(optimizer.slots()[name]))
@@ -151,7 +154,7 @@ def test_averaging_after_every_step_is_the_synchronous_run(group, kind):
         ),
         local.optimizer.steps == steps,
     ]
-    assert everywhere(group, right), right
+    everywhere(group, right)
     local.release()
 
 
@@ -168,11 +171,8 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     sgd = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=kind is LocalSGD)
     full, _ = serial(sgd, rows, steps)
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
-    right = [
-        close(flat(model.storage.data), flat(full.storage.data)),
-        not plain.storage.extra_slots,
-    ]
-    assert everywhere(group, right), right
+    right = [close(values_of(model), values_of(full)), not plain.storage.extra_slots]
+    everywhere(group, right)
     for item in (outer, plain):
         item.release()
     assert not outer.storage.extra_slots  # another strategy finds the optimizer's own state
@@ -188,15 +188,14 @@ def test_slowmo_is_the_paper_s_algorithm(group):
     slow = SlowMo(group, model.storage, SGD["momentum"](model.storage), every, slow_lr, beta)
     workers = [network() for _ in parts]
     sgd = [SGD["momentum"](worker.storage) for worker in workers]
-    x, u = flat(model.storage.data), 0.0
+    x, u = values_of(model), 0.0
     for outer, slow.optimizer.lr in enumerate(rates):
         train(slow, model, parts, every, outer * every)
         for step in range(outer * every, (outer + 1) * every):
             rows, labels = batch(step, parts[-1].stop)
             for worker, optimizer, mine in zip(workers, sgd, parts, strict=True):
                 optimizer.lr = rates[outer]
-                mine_too = slice(mine.start, mine.stop)
-                update(worker, optimizer, rows[mine_too], labels[mine_too])
+                update(worker, optimizer, *of(mine, rows, labels))
         shares = [len(mine) / parts[-1].stop for mine in parts]
         mean = sum(share * flat(w.storage.data) for share, w in zip(shares, workers, strict=True))
         u = beta * u + (x - mean) / rates[outer]
@@ -206,8 +205,8 @@ def test_slowmo_is_the_paper_s_algorithm(group):
             for array in worker.storage.data:
                 array[...] = x[start : start + array.size]
                 start += array.size
-    right = [close(flat(model.storage.data), x), same_bits(group, model.storage.data)]
-    assert everywhere(group, right), right
+    right = [close(values_of(model), x), same_bits(group, model.storage.data)]
+    everywhere(group, right)
     slow.release()
 
 
@@ -229,11 +228,10 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group):
         other = network()
         optimizer = ADAM(other.storage)
         for step in range(3):
-            x, y = batch(step, rows)
-            update(other, optimizer, x[mine.start : mine.stop], y[mine.start : mine.stop])
+            update(other, optimizer, *of(mine, *batch(step, rows)))
         alone.append(flat(other.storage.data) * (len(mine) / rows))
     right = [
-        close(flat(model.storage.data), sum(alone)),
+        close(values_of(model), sum(alone)),
         same_bits(group, model.storage.data),
         ages == [0, 1, 2],
     ]
@@ -246,7 +244,7 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group):
     right += [local.steps_since_average(4) == 0, (local.messages, local.bytes) == sent]
     local.begin()
     right += [(local.messages, local.bytes) == (0, 0)]
-    assert everywhere(group, right), right
+    everywhere(group, right)
     local.release()
 
 
@@ -274,7 +272,7 @@ def test_a_synchronization_makes_one_of_all(group, rows):
     shares = np.array(mine) / sum(mine) if sum(mine) else np.full(group.size, 1 / group.size)
     mean = sum(share * value for share, value in zip(shares, values, strict=True))
     squares = np.mean([np.sum((value - mean) ** 2) for value in values])
-    met = flat(model.storage.data)
+    met = values_of(model)
     right = [
         close(met, mean),
         abs(disagreement - np.sqrt(squares) / np.linalg.norm(mean)) < 1e-10,
@@ -284,9 +282,9 @@ def test_a_synchronization_makes_one_of_all(group, rows):
         all(close(flat(arrays), (group.size - 1) / 2) for arrays in slots.values()),
         local.optimizer.steps == 5 + group.size - 1,
         # again: nothing changes
-        local.synchronize() == 0 and bool(np.array_equal(met, flat(model.storage.data))),
+        local.synchronize() == 0 and bool(np.array_equal(met, values_of(model))),
     ]
-    assert everywhere(group, right), right
+    everywhere(group, right)
     assert group.gather(disagreement) == [disagreement] * group.size
     local.release()
 
@@ -306,7 +304,7 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group):
         model.storage.move(data=[array.copy() for array in model.storage.data])
         values = matrix @ values
         gossip.after_step(step, rows=3)
-        everyones = np.array(group.gather(flat(model.storage.data).tolist()))
+        everyones = np.array(group.gather(values_of(model).tolist()))
         before, distance = distance, np.linalg.norm(everyones - mean)
         right += [close(everyones, values), close(everyones.mean(axis=0), mean)]
         right += [distance <= rate * before + 1e-12 * start]
@@ -320,13 +318,13 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group):
     slots = gossip.optimizer.slots()["v"]
     slots[0][...] = group.rank
     gossip.synchronize()
-    right += [close(flat(model.storage.data), mean), close(slots[0], (group.size - 1) / 2)]
+    right += [close(values_of(model), mean), close(slots[0], (group.size - 1) / 2)]
     right += [same_bits(group, model.storage.data), gossip.steps_since_average(4) == 0]
-    assert everywhere(group, right), right
+    everywhere(group, right)
     gossip.release()
 
 
-def all_kinds(group: Group, storage) -> list[Averaging]:
+def all_kinds(group, storage):
     """Return one of each kind that works with so many ranks."""
     kinds = [LocalSGD(group, storage, ADAM(storage), every=2)]
     if group.size > 1:
@@ -353,7 +351,7 @@ def test_frozen_parameters_keep_their_bits(group):
         ]
         for item in averaging:
             item.release()
-        assert everywhere(group, right), right
+        everywhere(group, right)
 
 
 @pytest.mark.mpi
@@ -365,9 +363,9 @@ def test_device_arrays_go_through_the_host(group):
             model = network(backend)
             averaging = all_kinds(group, model.storage)
             train(averaging[number], model, list(split(13, group.size)), 5)
-            before = flat(model.storage.data)
+            before = values_of(model)
             disagreement = averaging[number].synchronize()
-            result.append([before, flat(model.storage.data), np.array(disagreement)])
+            result.append([before, values_of(model), np.array(disagreement)])
             for item in averaging:
                 item.release()
         assert all(group.gather(all(map(close, *result))))

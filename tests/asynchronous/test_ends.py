@@ -3,14 +3,12 @@ can go on from.
 """
 
 import signal
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Sync, Tensor, nn
+from nnmpi import Sync, nn
 from nnmpi.asynchronous.worker import average_buffers
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
 from nnmpi.compose.losses import SumCrossEntropy
 from tests.asynchronous.runs import (
@@ -29,11 +27,11 @@ pytestmark = pytest.mark.both_worlds
 SMALL, MANY = 2, 31  # rows of a batch, and batches of these
 
 
-def after(calls: int, number: int) -> Callable[[], int]:
+def after(calls, number):
     """Return what says that a signal came, at its n-th call."""
     left = calls
 
-    def poll_signal() -> int:
+    def poll_signal():
         nonlocal left
         left -= 1
         return number if left <= 0 else 0
@@ -68,7 +66,7 @@ def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(group, sy
     # it has rows of every batch but one
     guilty, calls, right = min(group.size, BATCH) - 1, 0, SumCrossEntropy(None)
 
-    def loss(logits: Tensor, labels: Array, reduction: str = "sum") -> Tensor:
+    def loss(logits, labels, reduction="sum"):
         nonlocal calls
         calls += 1
         result = right(logits, labels)
@@ -91,7 +89,7 @@ def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(group, sy
     worker.release()
 
 
-def move(group: Group, old: AsynchronousWorker, sync: Sync, name: str) -> AsynchronousWorker:
+def move(group, old, sync, name):
     """Return a worker in another mode, with all that the old one had."""
     values = [state.to_dict(everywhere=True) for state in old.state()]
     steps = max(group.gather(old.optimizer.steps))

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ FOR_EVER = (
 )
 
 
-def check_told(run: Path, output: str, first_epoch: int):
+def check_told(run, output, first_epoch):
     """Check that the lines of each epoch say what the records of its segments say."""
     records = [
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"

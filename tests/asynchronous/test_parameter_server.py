@@ -17,7 +17,7 @@ class Server:
     batches.
     """
 
-    def __init__(self, workers: int, bound: int | None, adam: bool = False, batches: int = 100):
+    def __init__(self, workers, bound, adam=False, batches=100):
         self.parameter = Parameter((2,), lambda generator, shape: np.zeros(shape))
         self.storage = FlatStorage({"w": self.parameter}, {"w": np.zeros(2, "float64")}, np.zeros)
         self.given = Adam(self.storage, 0.1) if adam else SGD(self.storage, 0.1)
@@ -28,29 +28,20 @@ class Server:
         self.release()
 
     @property
-    def weight(self) -> float:
+    def weight(self):
         """The first weight."""
         return float(self.server.master[0][0])
 
-    def release(self) -> list[int]:
+    def release(self):
         """Return who may go on."""
         released = self.server.release()
         self.tasks |= released
         self.versions |= dict.fromkeys(released, self.server.version)
         return list(released)
 
-    def push(
-        self,
-        worker: int,
-        gradient: float = 1.0,
-        rows: int = 2,
-        of: int = 4,
-        lr: float = LR,
-        **more: bool,
-    ):
+    def push(self, worker, gradient=1.0, rows=2, of=4, lr=LR, **more):
         """Let a worker push a gradient."""
         task = self.tasks[worker]
-        assert task is not None
         push = Push(
             batch=task.batch,
             part=task.part,
@@ -63,7 +54,7 @@ class Server:
         )
         self.server.push(worker, push, [np.full_like(self.storage.data[0], gradient)])
 
-    def play(self, workers: str) -> list[list[int]]:
+    def play(self, workers):
         """Let workers push one after the other, and return who may go on after each."""
         result = []
         for worker in workers:
@@ -98,14 +89,7 @@ class Server:
         (3, 0, "201", [[], [], [0, 1, 2]], 1, [{0: 1}] * 3),
     ],
 )
-def test_who_goes_on_and_what_is_an_update(
-    workers,
-    bound,
-    pushes,
-    released,
-    updates,
-    stale,
-):
+def test_who_goes_on_and_what_is_an_update(workers, bound, pushes, released, updates, stale):
     server = Server(workers, bound)
     assert server.play(pushes) == released
     assert server.server.version == updates

@@ -5,43 +5,38 @@ seen.
 import gc
 import hashlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, models, ops, simulate
+from nnmpi import models, ops, simulate
 from nnmpi.asynchronous.consistency import Task
 from nnmpi.asynchronous.server import MessageBuffer, ParameterServer, Push, PushPull, Reply
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base import clock
 from nnmpi.base.errors import CommError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
-from nnmpi.nn import Module
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
 from tests.harness.refusals import refuses
 from tests.worker_options import sgd
 
 SEGMENTS = ((0, 3), (3, 4), (4, 4), (4, 6))
-Segments = Sequence[tuple[int, int]]
 
 
-def new_model(backend: Backend | None = None, hidden: int = 7) -> Module:
+def new_model(backend=None, hidden=7):
     return models.mlp((5,), 3, hidden=(hidden,)).initialize(
         seed=0, dtype="float64", backend=backend
     )
 
 
-def rows_of(batch: int) -> int:
+def rows_of(batch):
     """Return the size of a batch: the parts differ, and on many ranks some are empty."""
     return 13 if batch % 3 else 5
 
 
-def push_of(model: Module, task: Task, parts: int, backend: Backend, **more) -> Push:
+def push_of(model, task, parts, backend, **more):
     """Let `storage.grads` be the gradient of a task; return what comes with it."""
     draw, rows = np.random.default_rng(task.batch), rows_of(task.batch)
     x, y = draw.standard_normal((rows, 5)), draw.integers(0, 3, rows)
@@ -59,7 +54,7 @@ def push_of(model: Module, task: Task, parts: int, backend: Backend, **more) -> 
     return Push(batch=task.batch, part=task.part, **about)
 
 
-def serial_weights(batches: int, hidden: int = 7) -> Array:
+def serial_weights(batches, hidden=7):
     """Return the weights after so many updates, each with a whole batch's gradient."""
     model = new_model(hidden=hidden)
     optimizer = sgd(model, momentum=0.9)
@@ -83,25 +78,18 @@ class Run:
     """
 
     def __init__(
-        self,
-        group: Group,
-        bound: int | None,
-        segments: Segments = SEGMENTS,
-        delays: int = 0,
-        early: dict[int, dict[str, Any]] | None = None,
-        backend: Backend | None = None,
-        hidden: int = 7,
+        self, group, bound, segments=SEGMENTS, delays=0, early=None, backend=None, hidden=7
     ):
         backend, early = numpy_backend() if backend is None else backend, early or {}
-        model, self.arrivals = new_model(backend, hidden), list[list[tuple[int, Task]]]()
+        model, self.arrivals = new_model(backend, hidden), []
         optimizer = sgd(model, momentum=0.9)
         server = ParameterServer(model.storage, optimizer, group.size) if group.is_root else None
 
-        def note(worker: int, push: Push):
+        def note(worker, push):
             self.arrivals[-1].append((worker, Task(push.batch, push.part)))
 
         talk = PushPull(group, model.storage, server, note, backend)
-        self.traffic, self.updates, self.leads = list[tuple[int, int]](), list[int](), list[int]()
+        self.traffic, self.updates, self.leads = [], [], []
         step, draw = 0, np.random.default_rng((delays, group.rank))
         for span in model.storage.spans:
             span.parameter.hook = lambda parameter: talk.poll() and None
@@ -127,11 +115,11 @@ class Run:
         self.digest = digests[0]
 
 
-def all_tasks(first: int, stop: int, parts: int) -> list[Task]:
+def all_tasks(first, stop, parts):
     return [Task(batch, number) for batch in range(first, stop) for number in range(parts)]
 
 
-def everywhere(group: Group, right: bool) -> bool:
+def everywhere(group, right):
     return all(group.gather(bool(right)))
 
 
@@ -234,13 +222,9 @@ def test_messages_leave_no_memory_behind():
 
 
 def test_messages_at_the_wrong_time_are_seen():
-    def main(group: Group):
+    def main(group):
         model = new_model()
-        talk = PushPull(
-            group,
-            model.storage,
-            ParameterServer(model.storage, sgd(model), 1),
-        )
+        talk = PushPull(group, model.storage, ParameterServer(model.storage, sgd(model), 1))
         talk.open(1, 9, 0)
         task = talk.pull()
         assert task is not None

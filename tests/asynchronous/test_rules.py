@@ -8,12 +8,7 @@ from collections import Counter
 import pytest
 
 from nnmpi import Sync, simulate
-from nnmpi.asynchronous.consistency import (
-    ConsistencyController,
-    Task,
-    WorkerClocks,
-    WorkQueue,
-)
+from nnmpi.asynchronous.consistency import ConsistencyController, Task, WorkerClocks, WorkQueue
 from nnmpi.asynchronous.worker import AVERAGES
 from nnmpi.base.errors import CommError
 from nnmpi.comm.synchrony.slow import Slow
@@ -158,7 +153,7 @@ def test_chance_is_the_same_in_every_run_and_as_frequent_as_told():
 def test_waiting_lasts_as_long_as_it_should_and_leaves_time_for_other_work():
     asked = []
 
-    def main(group: object) -> list[float]:
+    def main(group):
         slow = Slow.parse("ms=20;rank=1,factor=3")
         waited = [
             slow.wait(computed_s, rank, 0)

@@ -7,7 +7,7 @@ import pytest
 from nnmpi import Sync
 from nnmpi.asynchronous.worker import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Staleness, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport
+from nnmpi.compose.trainer import SegmentReport
 from tests.asynchronous.runs import make, name_of, skip_unless_fitting, train
 from tests.compose.small_runs import ROWS
 
@@ -15,7 +15,7 @@ SMALL = 2  # rows of a batch: 31 batches in an epoch
 SMALL_BATCHES = ROWS // SMALL
 
 
-def staleness(report: SegmentReport) -> Staleness:
+def staleness(report):
     assert report.staleness is not None
     return report.staleness
 
@@ -62,7 +62,7 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group, slow):
 )
 def test_a_slowed_rank_takes_as_long_as_it_should(group, sync):
     skip_unless_fitting(group, sync)
-    text = list[Progress]()
+    text = []
     worker = make(group, sync, slow="ms=3;rank=0,factor=5")
     report = train(worker, ((0, 0, 4),), progress=text.append)[0]
     assert all(item.totals.compute_s >= 0.003 * (5 if item.worker == 0 else 1) for item in text)
@@ -72,7 +72,7 @@ def test_a_slowed_rank_takes_as_long_as_it_should(group, sync):
     worker.release()
 
 
-def stale(*workers: list[int]) -> Staleness:
+def stale(*workers):
     result = Staleness(len(workers))
     for worker, values in enumerate(workers):
         for value in values:

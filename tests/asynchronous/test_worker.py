@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import nnmpi.base.timeline as timeline
-from nnmpi import AsynchronousWorker, Group, Sync
+from nnmpi import AsynchronousWorker, Sync
 from nnmpi.base.errors import CommError
-from nnmpi.nn import Module
 from nnmpi.ops import cross_entropy
 from tests.asynchronous.runs import (
     EVERY_MODE,
@@ -29,7 +28,7 @@ from tests.harness.refusals import refuses, usage_error
 pytestmark = pytest.mark.simulated(max_size=16)
 
 
-def frozen(**options) -> Module:
+def frozen(**options):
     """Return a model with a parameter that is not trained."""
     model = build(**options)
     next(iter(model.parameters())).requires_grad = False
@@ -43,7 +42,7 @@ MODELS = {
 }
 
 
-def limit(name: str) -> float:
+def limit(name):
     return tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
 
 
@@ -60,7 +59,6 @@ def test_in_step_it_is_the_synchronous_run(group, name):
     assert equal_on_all(group, weights(worker.model))
     for report, (_, first, stop) in zip(reports, SEGMENTS, strict=True):
         assert (report.batches, report.updates, report.lead) == (stop - first, stop - first, 0)
-        assert report.staleness is not None
         assert report.staleness.largest() == 0
         # Ranks without rows do their part as well.
         assert [histogram.total() for histogram in report.staleness.histograms] == [
@@ -164,7 +162,7 @@ def test_wrong_use_is_refused_on_all_ranks(group):
     worker.release()
 
 
-def _taken(group: Group) -> Module:
+def _taken(group):
     """Return a model that another worker has."""
     return make(group, Sync("asp")).model
 

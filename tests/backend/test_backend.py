@@ -137,10 +137,7 @@ def test_a_limit_for_this_run(pool):
     """The smaller one of it and of the part that a rank has anyway."""
     backend = device_backend()
     backend.limit_memory(200 * MIB)
-    assert (backend.memory().limit_bytes, backend.memory().note) == (
-        200 * MIB,
-        "memory_limit",
-    )
+    assert (backend.memory().limit_bytes, backend.memory().note) == (200 * MIB, "memory_limit")
     backend.limit_memory(300 * MIB)
     backend.divide_memory(4)
     assert backend.memory().limit_bytes == 200 * MIB

@@ -19,15 +19,7 @@ WIDE = " ".join(sorted(AVX512))
         ("", "GenuineIntel", "6", WIDE, False),  # another BLAS
     ],
 )
-def test_code_for_an_older_processor(
-    core,
-    vendor,
-    family,
-    flags,
-    older,
-    tmp_path,
-    monkeypatch,
-):
+def test_code_for_an_older_processor(core, vendor, family, flags, older, tmp_path, monkeypatch):
     """Said where the environment asks for it, with the remedy."""
     monkeypatch.setattr(blas, "_core", lambda: core)
     cpu = tmp_path / "cpuinfo"

@@ -34,7 +34,7 @@ def bindings():
     return import_module("nvmath.bindings.cublas")
 
 
-def calls(a, b, **options) -> list[dict[str, int]]:
+def calls(a, b, **options):
     """Return the calls of cuBLAS that a product takes."""
     bindings().CALLS.clear()
     gemm(a, b, **options)
@@ -45,7 +45,7 @@ def test_how_many_calls_a_product_takes(monkeypatch):
     """One wherever the stack is one, and few where it is heads of a batch."""
     xp = load()
 
-    def ones(*shape: int):
+    def ones(*shape):
         return xp.ones(shape, BFLOAT16)
 
     (call,) = calls(ones(8, 5, 4), ones(4, 3))  # one matrix for all
@@ -61,7 +61,7 @@ def test_how_many_calls_a_product_takes(monkeypatch):
     (call,) = calls(ones(5, 9)[:, 2:6], ones(4, 7)[:, :3])
     assert (call["lda"], call["ldb"]) == (7, 9)
 
-    def heads(batch: int, number: int, time: int):
+    def heads(batch, number, time):
         return ones(batch, time, number, 8).swapaxes(1, 2)
 
     # two calls cost less than copies

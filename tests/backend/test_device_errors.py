@@ -25,7 +25,7 @@ LOST = "libnvrtc.so.13: cannot open shared object file"
 class Card(DeviceBackend):
     """A device of which much is in use."""
 
-    def memory(self) -> MemoryUse:
+    def memory(self):
         return MemoryUse(100 * GIB, 120 * GIB, None, 120 * GIB, "its own")
 
 
@@ -37,12 +37,12 @@ CARD = Card(
 )
 
 
-def named(name: str, module: str, text: str = "", **attributes) -> Exception:
+def named(name, module, text="", **attributes):
     """Return an error as a library has it."""
     return type(name, (RuntimeError,), {"__module__": module, **attributes})(text)
 
 
-def cuda(status: int) -> Exception:
+def cuda(status):
     """Return an error of CUDA's by number."""
     return named(
         "CUDARuntimeError", "cupy_backends.cuda.api.runtime", f"cudaError{status}", status=status
@@ -88,10 +88,7 @@ def test_why_there_is_no_device(error, driver, words, monkeypatch):
     [
         (cuda(700), "CUDA_LAUNCH_BLOCKING=1"),
         (cuda(2), "has no room for some memory more"),
-        (
-            named("cuBLASError", "nvmath.bindings.cublas", "EXECUTION_FAILED"),
-            "EXECUTION_FAILED",
-        ),
+        (named("cuBLASError", "nvmath.bindings.cublas", "EXECUTION_FAILED"), "EXECUTION_FAILED"),
         (named("DynamicLibNotFoundError", "cuda.pathfinder", LOST), "[ctk]"),
         (ValueError("of others"), None),
     ],

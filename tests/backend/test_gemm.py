@@ -116,7 +116,7 @@ def cases(draw: st.DrawFn, kinds: list[tuple[Any, Any]]) -> Case:
     )  # type: ignore[arg-type]
 
 
-def check(xp, case: Case):
+def check(xp, case):
     """Compare the product with that of float64."""
     generator = np.random.Generator(np.random.PCG64(case.seed))
     a, b, out = (generator.integers(-3, 4, shape).astype(np.float64) for shape in case.shapes)
@@ -140,7 +140,7 @@ def check(xp, case: Case):
         )
 
 
-def plain(*shape: int) -> Layout:
+def plain(*shape):
     """A C-contiguous layout."""
     return Layout(tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape))
 
@@ -209,14 +209,7 @@ STRIPS = [
 
 @pytest.mark.parametrize("shape, columns, on_intel, elsewhere", STRIPS)
 @pytest.mark.parametrize("intel", [False, True])
-def test_strips_give_the_product(
-    intel,
-    shape,
-    columns,
-    on_intel,
-    elsewhere,
-    monkeypatch,
-):
+def test_strips_give_the_product(intel, shape, columns, on_intel, elsewhere, monkeypatch):
     """Whatever code OpenBLAS runs: into new arrays and given ones, added, and in a recording;
     arrays that are neither row- nor column-major are one product.
     """
@@ -224,7 +217,7 @@ def test_strips_give_the_product(
     monkeypatch.setattr(GEMM, "_strip_width", GEMM._strip_width.__wrapped__)
     monkeypatch.setattr(GEMM, "is_intel", lambda: intel)
     monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
-    calls: list[Any] = []
+    calls = []
     by_strips = GEMM._by_strips
     monkeypatch.setattr(GEMM, "_by_strips", lambda *args: (calls.append(1), by_strips(*args))[1])
     draw, (m, k, n) = np.random.default_rng(0), shape

@@ -32,7 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
 """
 
 
-def faults(how: str) -> int:
+def faults(how):
     """Return the page faults of 20 steps that make eight arrays of 4 MB and drop them.
 
     The variable is what glibc begins with. Left out, glibc changes it as it goes, and where some
@@ -84,12 +84,12 @@ def test_a_replay_gives_back_what_malloc_has_kept():
 
 def test_a_launch_has_its_own_numbers():
     """Where the card reads pageable memory late, the numbers of later launches are not read."""
-    work, seen, values = list[np.ndarray](), list[int](), np.zeros(1, np.uint32)
+    work, seen, values = [], [], np.zeros(1, np.uint32)
 
-    def finish(count: int):
+    def finish(count):
         seen.extend(int(x[0]) for x in work[len(seen) : count])
 
-    def record() -> SimpleNamespace:
+    def record():
         return SimpleNamespace(synchronize=partial(finish, len(work)))
 
     stream = SimpleNamespace(record=record)

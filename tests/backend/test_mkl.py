@@ -15,10 +15,9 @@ pytestmark = pytest.mark.skipif(load_mkl() is None, reason="MKL is not installed
 
 
 @pytest.fixture(scope="module")
-def every_size() -> Mkl:
+def every_size():
     """MKL for products of any size."""
     mkl = load_mkl()
-    assert mkl is not None
     return Mkl(mkl._library, 1, least=0)
 
 
@@ -51,7 +50,6 @@ def test_what_stays_with_numpy():
     no product.
     """
     mkl = load_mkl()
-    assert mkl is not None
     large, small = np.ones((128, 128), np.float32), np.ones((64, 64), np.float32)
     assert mkl.takes(large, large, None)
     apart = np.ones((256, 256), np.float32)[::2, ::2]
@@ -77,7 +75,7 @@ def test_a_training_step(every_size, compiled, monkeypatch):
     rounding.
     """
 
-    def losses(mkl: Mkl | None) -> list[float]:
+    def losses(mkl):
         monkeypatch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: mkl)
         model = nn.Sequential(nn.TransformerBlock(8, 2, 16), nn.Linear(8, 3)).initialize(
             seed=0, dtype="float64"
@@ -85,7 +83,7 @@ def test_a_training_step(every_size, compiled, monkeypatch):
         optimizer = optim.SGD(model.storage, lr=0.1)
         x = np.random.Generator(np.random.PCG64(0)).normal(size=(2, 5, 8))
 
-        def step(values: Tensor) -> Tensor:
+        def step(values):
             model.zero_grad()
             with nn.training():
                 y = model(values)

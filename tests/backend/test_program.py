@@ -13,11 +13,7 @@ from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
 from nnmpi.backend.program.record import RecordedArray, bare
 from nnmpi.backend.program.replay import Arena, StepProgram
-from nnmpi.backend.recording import (
-    Recorder,
-    call,
-    refuse,
-)
+from nnmpi.backend.recording import Recorder, call, refuse
 from nnmpi.base.errors import ShapeError
 from tests.harness.refusals import refuses, usage_error
 

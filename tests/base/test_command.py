@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from inspect import getdoc
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 import pytest
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 SCHEDULE = "nnmpi schedule --pipeline gpipe --microbatches 2 --stages"
 
 
-def ran(words: str, rank: int) -> tuple[int, str, str]:
+def ran(words, rank):
     """Return status, output and errors of a command, started as one of two ranks."""
     place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}
     done = subprocess.run(
@@ -87,12 +87,12 @@ class Section:
     """At the same time."""
 
 
-def read(words: str) -> dict[str, Any]:
+def read(words):
     return read_words(words.split(), options_of(Section), "few", "Few things.")
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback():
-    def interrupted(words) -> str:
+    def interrupted(words):
         raise KeyboardInterrupt
 
     assert say(interrupted) == 130
@@ -104,7 +104,7 @@ def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(error, monkeypat
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
 
-    def fails(words) -> str:
+    def fails(words):
         raise error
 
     with pytest.raises(type(error)):
@@ -260,7 +260,7 @@ class PaceConfig(Pace):
     """The most."""
 
 
-def read_pace(words: str) -> PaceConfig:
+def read_pace(words):
     (section,) = read_command("", "go", "Go.", (PaceConfig,), words.split())
     assert isinstance(section, PaceConfig)
     return section

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Signal())
 MOMENTS = ("nnmpi.base.errors", "nnmpi.train.cli")
 
 
-def run(words: str, place: Path, *signal_at: object) -> subprocess.CompletedProcess[str]:
+def run(words, place, *signal_at):
     (place / "sitecustomize.py").write_text(SITE)
     (place / "nnmpi").write_text("from nnmpi.__main__ import main; main()")  # as pip writes it
     environ = os.environ | {

@@ -19,8 +19,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    "environ, name",
-    [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")],
+    "environ, name", [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")]
 )
 def test_each_launcher_is_read(environ, name):
     assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4)
@@ -39,7 +38,6 @@ def test_the_innermost_launcher_counts():
     """
     outer = SLURM | {"SLURM_STEP_NUM_TASKS": "2"}
     result = read_launch(OPEN_MPI | outer)
-    assert result is not None
     assert (result.name, result.size) == ("Open MPI's mpirun", 8)
 
 
@@ -48,7 +46,6 @@ def test_srun_may_speak_as_mpichs_mpirun():
     names = []
     for here in ({"PMI_SIZE": "8", "PMI_RANK": "5"}, MPICH):
         launch = read_launch(SLURM | here)
-        assert launch is not None
         names.append(launch.name)
     assert names == ["srun", "MPICH's mpirun"]
     assert start_words(3, SLURM) == "srun -n 3" and start_words(3, MPICH) == "mpirun -n 3"
@@ -69,5 +66,4 @@ def test_srun_may_speak_as_mpichs_mpirun():
 )
 def test_slurms_list_of_tasks(text, node, expected):
     result = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
-    assert result is not None
     assert result.local_size == expected

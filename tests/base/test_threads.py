@@ -51,14 +51,7 @@ def test_the_cores_of_this_machine():
         ([5, 5, 5, 5, 5], 9, "3", ""),
     ],
 )
-def test_idle_cores_and_how_to_use_them(
-    idle,
-    quota,
-    threads,
-    expected,
-    tmp_path,
-    monkeypatch,
-):
+def test_idle_cores_and_how_to_use_them(idle, quota, threads, expected, tmp_path, monkeypatch):
     """Of five processors two are one core's. This rank sleeps, and so its own core is idle."""
     ticks = [dict.fromkeys((f"cpu{number}" for number in range(5)), 10)]
     ticks.append({name: 10 + more for (name, _), more in zip(ticks[0].items(), idle, strict=True)})
@@ -79,8 +72,7 @@ def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text, expected",
-    [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)],
+    "text, expected", [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)]
 )
 def test_the_quota_of_a_container(text, expected, tmp_path):
     path = tmp_path / "cpu.max"

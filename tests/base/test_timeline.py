@@ -10,26 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.base import timeline
-from nnmpi.base.timeline import (
-    Timeline,
-    TraceEvent,
-    split_waits,
-    to_chrome,
-    tracing,
-    write_chrome,
-)
+from nnmpi.base.timeline import Timeline, TraceEvent, split_waits, to_chrome, tracing, write_chrome
 from tests.chrome import arrows, breaches, names, spans
 
 
-def ticking() -> Timeline:
+def ticking():
     """Return a timeline whose clock goes on by one second at every look."""
     seconds = iter(range(1000))
     return Timeline(lambda: float(next(seconds)))
 
 
-def event(
-    name: str, begin_s: float, end_s: float, track: str = "compute", **more: str
-) -> TraceEvent:
+def event(name, begin_s, end_s, track="compute", **more):
     return TraceEvent(name, "test", track, begin_s, end_s, None, **more)
 
 
@@ -72,7 +63,7 @@ def test_a_span_that_fails_is_recorded_and_the_error_goes_on():
 
 
 def test_another_thread_begins_without_a_timeline():
-    result: list[Timeline | None] = []
+    result = []
     with tracing(Timeline()):
         thread = threading.Thread(target=lambda: result.append(timeline.current()))
         thread.start()
@@ -106,7 +97,7 @@ def test_a_rank_waits_for_the_last_one_and_computes_no_more():
     since then.
     """
 
-    def met(arrived_s: float, begin_s: float, end_s: float) -> TraceEvent:
+    def met(arrived_s, begin_s, end_s):
         return TraceEvent(
             "sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", arrived_s
         )

@@ -3,9 +3,7 @@ every option of other programs by the commands.
 """
 
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +31,7 @@ EXPRESSIONS = {
 LAYERS = {"LSTM": (3, 4), "LayerNorm": (4,), "Embedding": (3, 4)}
 
 
-def table() -> Iterator[tuple[str, str]]:
+def table():
     """Yield each piece of code on the left, and the plain text on the right."""
     for line in TABLE.read_text().splitlines():
         if line.startswith("| ") and "`" in line:
@@ -43,7 +41,7 @@ def table() -> Iterator[tuple[str, str]]:
                 yield code, text
 
 
-def told(call: Callable[[], Any]) -> str:
+def told(call):
     with pytest.raises((AttributeError, TypeError)) as caught:
         call()
     return str(caught.value)
@@ -64,15 +62,15 @@ OWNERS = {
 }
 
 
-def names_in(code: str) -> set[str]:
+def names_in(code):
     return {*re.findall(r"[A-Za-z_]\w*", code)}
 
 
-def answers_about(code: str) -> list[str]:
+def answers_about(code):
     """Return what is said of a piece of code: of its attribute at the owner, of its last name in
     each package, and of its arguments.
     """
-    found = list[str]()
+    found = []
     code = re.sub(r"^[\w, ]+ = ", "", code)
     owner, *path = re.findall(r"[A-Za-z_]\w*", code.partition("(")[0].partition("=")[0]) or [""]
     at = OWNERS.get(owner)

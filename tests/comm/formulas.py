@@ -1,7 +1,7 @@
 """The costs of collectives in the literature: on equal links, for buffers that N divides."""
 
 
-def formulas(N: int) -> dict[tuple[str, str], tuple[float, ...]]:
+def formulas(N):
     """Return (latencies, buffers sent, buffers added) on the critical path, for N ranks.
 
     Without those that are exact for powers of two alone, if N is none.

@@ -2,15 +2,10 @@
 written.
 """
 
-from collections.abc import Sequence
-
-from nnmpi import Group
 from nnmpi.comm.node import SharedMemory
 
 
-def shared_memory(
-    group: Group, nodes: Sequence[int] | None = None, ordered: bool | None = None
-) -> SharedMemory:
+def shared_memory(group, nodes=None, ordered=None):
     """Return the memory of a group as if its ranks were on these nodes, and their world kept the
     order or not.
     """

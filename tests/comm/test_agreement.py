@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnmpi import Group, NnmpiError, simulate
+from nnmpi import NnmpiError, simulate
 from nnmpi.base.errors import CheckpointError, CommError, DataError, LayoutError, UsageError
 from nnmpi.comm.agreement import (
     CollectivePhase,
@@ -15,10 +15,10 @@ from nnmpi.comm.agreement import (
 from tests.harness.refusals import told
 
 
-def outcome(*failures: Exception | None) -> list[str]:
+def outcome(*failures):
     """Return what each rank raises when these are the ranks' own errors."""
 
-    def main(group: Group) -> str:
+    def main(group):
         try:
             agree(group, failures[group.rank])
         except NnmpiError as error:
@@ -56,7 +56,7 @@ def test_all_ranks_raise_what_some_have_raised(failures, raised):
 
 
 def test_a_foreign_exception_shows_its_traceback_once():
-    def fail() -> Exception:
+    def fail():
         try:
             return {}["missing"]
         except KeyError as error:
@@ -117,7 +117,7 @@ def test_the_root_works_for_all(group):
 
 @pytest.mark.simulated
 def test_a_phase_does_no_more_work_once_something_has_failed(group):
-    def fail() -> int:
+    def fail():
         raise DataError("damaged")
 
     phase, last = CollectivePhase(group), group.size - 1
@@ -131,7 +131,7 @@ def test_a_phase_does_no_more_work_once_something_has_failed(group):
     assert str(caught.value) == ("damaged" if group.size == 1 else f"rank {last}: damaged")
 
 
-def refused(*everyones: list[object], show=str) -> str:
+def refused(*everyones, show=str):
     return told(
         LayoutError,
         lambda: refuse_different(

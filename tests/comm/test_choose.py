@@ -14,9 +14,7 @@ from nnmpi.comm.machine import Curve, Link, Machine, blocks
 SIZES = [2**power for power in range(2, 31)]
 
 
-def make(
-    ranks: int, native: Curve, shared: Curve | None = None, per_node: int | None = None
-) -> Fit:
+def make(ranks, native, shared=None, per_node=None):
     nodes = None if per_node is None else blocks(ranks, per_node)
     machine = Machine(
         Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), nodes=nodes, add=Curve.line(0, 2e-11)

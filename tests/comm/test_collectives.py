@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
-from nnmpi import Group, NnmpiError
+from nnmpi import NnmpiError
 from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
@@ -19,7 +19,7 @@ from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree
-from nnmpi.comm.buffers import DTYPES, CommBuffer, check_buffer
+from nnmpi.comm.buffers import DTYPES, check_buffer
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,9 +27,8 @@ from nnmpi.comm.collective import (
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
-    Step,
 )
-from nnmpi.comm.execution import Execution, Pending
+from nnmpi.comm.execution import Execution
 from tests.harness.refusals import told
 
 NATIVES = (ALL_REDUCE.name, REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)
@@ -38,14 +37,12 @@ WAYS = [*IN_PLACE, *((operation, NATIVE) for operation in NATIVES)]
 EVERY = [NATIVE, *ALGORITHMS]
 
 
-def values(rank: int, n: int, dtype: object = np.float32) -> CommBuffer:
+def values(rank, n, dtype=np.float32):
     """Return n whole numbers, other ones on each rank; sums of 8 ranks still fit into an int8."""
     return np.random.default_rng(100 + rank).integers(0, 9, n).astype(dtype)
 
 
-def expected(
-    group: Group, operation: str, n: int, dtype: object = np.float32
-) -> tuple[slice, CommBuffer]:
+def expected(group, operation, n, dtype=np.float32):
     """Return the part of the array that the operation promises on this rank, and what is in it."""
     size, everyones = group.size, [values(rank, n, dtype) for rank in range(group.size)]
     total, local = np.sum(everyones, axis=0, dtype=dtype), part(n, size, group.rank)
@@ -68,7 +65,7 @@ def expected(
     return slice(None), total
 
 
-def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: str):
+def run_each_way(group, pending, array, operation):
     """Run it blocking and polled, again and again."""
     where, target = expected(group, operation, array.size, array.dtype)
     right = []
@@ -283,7 +280,7 @@ def test_arrays_that_cannot_be_summed_are_refused(array, kind, words):
 # Gathering and summing parts of any lengths, and the largest of each element.
 
 
-def lengths(group: Group) -> list[int]:
+def lengths(group):
     """Return a length for each rank: 3, 0, 2, 5, 3, 0 ..."""
     return [(3, 0, 2, 5)[rank % 4] for rank in range(group.size)]
 
@@ -322,12 +319,12 @@ def test_what_runs_is_what_was_proved(group):
     """
     asked = 0
 
-    def fickle(rank: int, size: int) -> tuple[Step, ...]:
+    def fickle(rank, size):
         nonlocal asked
         asked += 1
         return ring(rank, size) if asked <= size else ()
 
-    def own(rank: int, size: int) -> tuple[Step, ...]:
+    def own(rank, size):
         return ring(rank, size) if group.rank == 0 else tree(rank, size)
 
     where, target = expected(group, ALL_REDUCE.name, 7)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnmpi.base.clock as clock
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.base.errors import ScheduleError
 from nnmpi.comm import duration
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_collective
@@ -68,7 +68,7 @@ def test_thousands_of_ranks():
 
 
 def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready():
-    def arrivals(*nodes: int) -> list[float]:
+    def arrivals(*nodes):
         links = Links(Machine(Link.line(1.0, 1.0), Link.line(10.0, 1.0), nodes))
         return [links.carry(rank, rank + 2, 0.0, (100,)) for rank in (0, 1)]
 
@@ -93,7 +93,7 @@ def test_it_takes_what_simulated_ranks_take(name, nbytes, groups, per_node):
     ranks = groups * size
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), blocks(ranks, per_node))
 
-    def run(group: Group) -> float:
+    def run(group):
         part = group.split(group.rank % groups)
         bound = part.bind(np.zeros(nbytes // 4, "float32"), algorithm, operation=operation)
         group.barrier()

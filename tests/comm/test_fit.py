@@ -31,7 +31,7 @@ FACTS = {
 }
 
 
-def make(**changes: object) -> Fit:
+def make(**changes):
     machine = Machine(
         Link.line(1e-6, 1e-10),
         Link.line(1e-5, 1e-9),
@@ -153,7 +153,6 @@ def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group, fi
         fit.shared,
     ]
     for curve in curves:
-        assert curve is not None
         # by how much is a matter of what else the machine does meanwhile
         assert 0 < curve.alpha_s <= curve(2**26)
     assert fit.machine.across is None
@@ -179,19 +178,13 @@ def test_sums_are_measured_and_drawn_beside_their_predictions(group, fit, tmp_pa
 
 
 @pytest.mark.mpi
-def test_a_fit_is_found_where_it_was_kept(
-    group,
-    fit,
-    tmp_path_factory,
-    monkeypatch,
-):
+def test_a_fit_is_found_where_it_was_kept(group, fit, tmp_path_factory, monkeypatch):
     cache = Path(group.share(str(tmp_path_factory.mktemp("cache"))))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert find_fit(group) is None
     if fit is None:
         return
     file = default_file(facts(group))
-    assert file is not None
     if group.is_root:
         save_fit(fit, file)
     assert find_fit(group) == fit

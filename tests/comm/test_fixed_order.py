@@ -3,7 +3,6 @@ ranks.
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nnmpi.comm.fixed_order
-from nnmpi import Group
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.fixed_order import SumTree, covered, sum_in_fixed_order
 
 
-def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:
+def wild(leaves, length, dtype="float32"):
     """Return arrays whose sum depends on the order: magnitudes around 1, or from 1e-20 to 1e20, and
     both signs.
     """
@@ -26,7 +24,7 @@ def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:
     return list(numbers.astype(dtype))
 
 
-def plain_sum(arrays: Sequence[np.ndarray], level: int, index: int) -> np.ndarray:
+def plain_sum(arrays, level, index):
     """Return the sum of a block as its definition says it, by recursion."""
     if level == 0:
         return arrays[index]
@@ -36,7 +34,7 @@ def plain_sum(arrays: Sequence[np.ndarray], level: int, index: int) -> np.ndarra
     return left + plain_sum(arrays, level - 1, 2 * index + 1)
 
 
-def top(leaves: int) -> int:
+def top(leaves):
     return math.ceil(math.log2(leaves))
 
 
@@ -123,7 +121,7 @@ def test_no_leaves():
 # ---- over ranks ----
 
 
-def deal(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> SumTree:
+def deal(group, dealing, arrays):
     """Return this rank's tree, when leaf i lies on rank dealing[i]."""
     tree = SumTree(len(arrays))
     for leaf, rank in enumerate(dealing):
@@ -132,7 +130,7 @@ def deal(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> 
     return tree
 
 
-def is_right(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> bool:
+def is_right(group, dealing, arrays):
     """Return whether the sum has the bits of the definition on this rank, and the tree is as it
     was.
     """
@@ -170,7 +168,7 @@ def test_long_arrays_go_in_several_rounds(group, monkeypatch):
         )
 
 
-def complaints(group: Group, tree: SumTree, out: np.ndarray) -> list[str]:
+def complaints(group, tree, out):
     """Return what every rank raises."""
     text = "nothing"
     try:

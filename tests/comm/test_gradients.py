@@ -6,16 +6,15 @@ import math
 import random
 import time
 import zlib
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.base.errors import CommError, DtypeError, UsageError
 from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.duration import buffers_sent
-from nnmpi.comm.gradients import BucketExchange, GradientRange, plan_buckets
+from nnmpi.comm.gradients import BucketExchange, plan_buckets
 from nnmpi.comm.world import Traffic
 from tests.device.library import load
 from tests.harness.refusals import refuses, usage_error
@@ -23,7 +22,7 @@ from tests.harness.refusals import refuses, usage_error
 LENGTHS = [300, 10, 0, 1, 2000, 7, 64, 5000, 33]
 
 
-def layout(lengths: list[int], buffers: int = 1) -> list[GradientRange]:
+def layout(lengths, buffers=1):
     """Deal the lengths out to the buffers in turn."""
     ends = [0] * buffers
     spans = []
@@ -34,32 +33,26 @@ def layout(lengths: list[int], buffers: int = 1) -> list[GradientRange]:
     return spans
 
 
-def arrays(spans: list[GradientRange], dtypes: list[str]) -> list[np.ndarray]:
+def arrays(spans, dtypes):
     return [
         np.zeros(max(stop for b, _, stop in spans if b == i), dtype)
         for i, dtype in enumerate(dtypes)
     ]
 
 
-def fill(buffers: list[np.ndarray], rank: int, step: int):
+def fill(buffers, rank, step):
     for i, buffer in enumerate(buffers):
         buffer[:] = (rank + 1) * np.random.default_rng([step, i]).integers(1, 9, buffer.size)
 
 
-def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
+def summed(buffers, size, step):
     """Whether the buffers hold the sum of what all ranks were filled with."""
     expected = [np.empty_like(buffer) for buffer in buffers]
     fill(expected, size * (size + 1) // 2 - 1, step)
     return all(np.array_equal(*pair) for pair in zip(buffers, expected, strict=True))
 
 
-def train(
-    group: Group,
-    exchange: BucketExchange,
-    buffers: list[Any],
-    spans: list[GradientRange],
-    steps: int,
-) -> bool:
+def train(group, exchange, buffers, spans, steps):
     """Whether so many steps, whose gradients come from the end, give the sums on all ranks; frees
     the exchange.
     """
@@ -271,7 +264,7 @@ def test_overlap_and_buckets_that_suit_the_nodes(group, nodes):
     world.free()
 
 
-def raised(make: object) -> str:
+def raised(make):
     try:
         make()
     except (CommError, UsageError, DtypeError) as error:
@@ -299,7 +292,7 @@ def test_ranks_with_other_gradients_are_found_at_once(group):
 SPANS = [(0, 0, 10), (0, 10, 12), (0, 12, 18), (0, 18, 22)]
 
 
-def drawn(spans: list[tuple[int, int, int]], itemsizes: list[int], limit: int) -> list[str]:
+def drawn(spans, itemsizes, limit):
     return [
         f"{b.buffer}[{b.start}:{b.stop}] of {list(b.spans)}"
         for b in plan_buckets(spans, itemsizes, limit)
@@ -361,7 +354,7 @@ def test_an_empty_bucket_is_refused():
 def test_what_ranks_send(algorithm, busiest, total):
     """In gradients' worth of bytes, on 8 ranks: the server's rank sends the sum to all others."""
 
-    def volume(group: Group) -> tuple[float, float] | None:
+    def volume(group):
         buffers = [np.zeros(1000), np.zeros(64, "float32")]
         exchange = BucketExchange(group, buffers, [(0, 0, 1000), (1, 0, 64)], algorithm)
         result = exchange.volume()

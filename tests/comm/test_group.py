@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +156,7 @@ BARE = {
 }  # fmt: skip
 
 
-def _around(group: Group, sent, received) -> tuple[list[Any], list[Any]]:
+def _around(group, sent, received):
     rank, size = group.rank, group.size
     return [((rank + 1) % size, sent)], [((rank - 1) % size, received)]
 

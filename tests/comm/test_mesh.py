@@ -2,8 +2,6 @@
 bound to MPI's ranks.
 """
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +13,13 @@ from tests.harness.refusals import told
 axis = st.integers(1, 5)
 
 
-def on_one_node(mesh: Mesh, *axes: str) -> int:
+def on_one_node(mesh, *axes):
     """Return how many groups of some axes lie on one node."""
     nodes = mesh.nodes or (0,) * mesh.size
     return sum(len({nodes[rank] for rank in group}) == 1 for group in mesh.groups(*axes))
 
 
-def check(mesh: Mesh):
+def check(mesh):
     """Every rank has one place."""
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size
@@ -139,7 +137,7 @@ def test_what_does_not_exist(make, words):
 # ---- on MPI ----
 
 
-def nodes_for(size: int) -> Sequence[Sequence[int] | None]:
+def nodes_for(size):
     return [None, [rank % 2 for rank in range(size)], [size - rank for rank in range(size)]]
 
 

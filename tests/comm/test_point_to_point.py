@@ -5,10 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import ShapeError
 from nnmpi.comm import buffers
-from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 
 ARRAYS = [
@@ -20,11 +18,11 @@ ARRAYS = [
 ]
 
 
-def neighbours(group: Group) -> tuple[int, int]:
+def neighbours(group):
     return (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
 
-def come(arrival: MessageRequest, messages: Messages) -> bool:
+def come(arrival, messages):
     """Return whether a message comes within half a minute, as polling tells."""
     deadline = time.monotonic() + 30
     while not arrival.poll() and time.monotonic() < deadline:

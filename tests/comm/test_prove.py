@@ -3,7 +3,6 @@ planted fault.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -94,10 +93,8 @@ def test_an_unknown_algorithm_is_refused_with_the_names():
 
 # ---- planted faults: each one spoils a right algorithm in one place ----
 
-Plan = list[list[Step]]
 
-
-def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
+def plan(of, size):
     return [list(of(rank, size)) for rank in range(size)]
 
 
@@ -124,7 +121,7 @@ def test_no_single_change_goes_unnoticed(key, size):
                     prove_steps(steps, collective.contract)
 
 
-def without(steps: Plan, *places: tuple[int, int]) -> Plan:
+def without(steps, *places):
     """Return the steps without those of (rank, index)."""
     return [
         [step for index, step in enumerate(local) if (rank, index) not in places]
@@ -132,18 +129,18 @@ def without(steps: Plan, *places: tuple[int, int]) -> Plan:
     ]
 
 
-def changed(steps: Plan, rank: int, index: int, **change) -> Plan:
+def changed(steps, rank, index, **change):
     steps[rank][index] = replace(steps[rank][index], **change)
     return steps
 
 
-def doubled(steps: Plan, *places: tuple[int, int]) -> Plan:
+def doubled(steps, *places):
     for rank, index in places:
         steps[rank].insert(index, steps[rank][index])
     return steps
 
 
-def blocking(rank: int, size: int) -> list[Step]:
+def blocking(rank, size):
     """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs
     with long ones.
     """
@@ -154,7 +151,7 @@ def blocking(rank: int, size: int) -> list[Step]:
     return halves
 
 
-def both(reduce: bool) -> Plan:
+def both(reduce):
     return [
         [Step(to=1 - r, send=(0, 1), from_=1 - r, recv=(0, 1), reduce=reduce)] for r in range(2)
     ]
@@ -259,11 +256,7 @@ ALL_SEND = (
             ALL_REDUCE,
             "rank 0, step 0 talks to rank 2, but the ranks are 0..1",
         ),
-        (
-            [[Step(from_=0, recv=(0,))], []],
-            ALL_REDUCE,
-            "rank 0, step 0 talks to itself",
-        ),
+        ([[Step(from_=0, recv=(0,))], []], ALL_REDUCE, "rank 0, step 0 talks to itself"),
         (
             [[Step(to=1, send=(2,))], []],
             ALL_REDUCE,

@@ -11,7 +11,6 @@ import pytest
 from mpi4py import MPI
 
 import nnmpi.comm.node_sum as node_sum
-from nnmpi import Group
 from nnmpi.base.errors import CommError, DeviceError, ShapeError
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
@@ -23,7 +22,7 @@ from tests.harness.refusals import refuses, told, usage_error
 LENGTHS = [0, 1, 5, 16, 1003, 100_003]
 
 
-def values(rank: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+def values(rank, n, dtype, turn=0):
     """Return n numbers that differ by rank and turn."""
     draws = np.random.default_rng([rank, n, turn])
     return (
@@ -33,7 +32,7 @@ def values(rank: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
     )
 
 
-def added(size: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
+def added(size, n, dtype, turn=0):
     """Return the sum of all ranks' values, added in rank order."""
     total = values(0, n, dtype, turn)
     for rank in range(1, size):
@@ -41,7 +40,7 @@ def added(size: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
     return total
 
 
-def blocks_of_two(group: Group) -> list[int]:
+def blocks_of_two(group):
     """Return nodes for the ranks: two on each, the last one may be alone."""
     return [rank // 2 for rank in range(group.size)]
 

@@ -70,7 +70,7 @@ def test_the_place_of_a_thread_is_the_users_line_and_its_call():
     save = f'  File "{PACKAGE}/train/checkpoint.py", line 4 in save'
     mine = [f'  File "/home/me/mine.py", line {number} in run' for number in (6, 9)]
 
-    def place(*lines: str) -> str:
+    def place(*lines):
         other = f"Thread 0x{7:016x} (most recent call first):", save, ""
         local = f"Current thread 0x{9:016x} (most recent call first):"
         return find_line("\n".join([*other, local, *lines]), 9)
@@ -132,7 +132,7 @@ def test_looks_become_rarer():
     """
     looks, end = [], time.perf_counter() + 0.1
 
-    def finished() -> bool:
+    def finished():
         looks.append(time.perf_counter())
         return looks[-1] > end
 

@@ -12,7 +12,7 @@ import pytest
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.mpi.start import read_limit
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import mpirun, run
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -125,7 +125,7 @@ CASES = {
 }
 
 
-def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> Ending:
+def run_program(folder, body, ranks, **environ):
     """Run the program on some ranks; plainly on 0."""
     path = folder / "program.py"
     path.write_text(body)

@@ -6,18 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from nnmpi.base.errors import DataError, LaunchError
 from nnmpi.base.launcher import Launch
 from nnmpi.comm.mpi.shutdown import Shutdown
-from nnmpi.comm.mpi.start import (
-    NO_NETWORK,
-    refuse_mismatch,
-    stays_on_one_node,
-)
+from nnmpi.comm.mpi.start import NO_NETWORK, refuse_mismatch, stays_on_one_node
 from tests.harness import job
 from tests.harness.refusals import told
 
@@ -36,7 +31,7 @@ print("up")
 """
 
 
-def run(program: str, *words: str) -> "subprocess.CompletedProcess[str]":
+def run(program, *words):
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False
@@ -185,7 +180,7 @@ def test_words_that_have_no_bytes_are_printed(capsys):
     wait.
     """
 
-    def gather(local: list[Any], everyones: list[Any]) -> SimpleNamespace:
+    def gather(local, everyones):
         everyones[0][:] = local[0]
         return SimpleNamespace(Test=lambda: True)
 

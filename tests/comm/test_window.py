@@ -97,7 +97,7 @@ def test_all_ranks_refuse_when_one_of_them_cannot_map_it(group):
 def test_what_mpi_refuses_is_one_sentence(group, monkeypatch):
     memory = SharedMemory(group)
 
-    def refuse(*_: object, **__: object):
+    def refuse(*_, **__):
         raise mpi_world.MPI.Exception(mpi_world.MPI.ERR_NO_MEM)
 
     monkeypatch.setattr(mpi_world.MPI, "Win", SimpleNamespace(Allocate_shared=refuse))

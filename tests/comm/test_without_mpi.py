@@ -5,7 +5,6 @@ alone has.
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable
 
 import pytest
 
@@ -16,9 +15,7 @@ UNIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 OTHERS = ("nnmpi.backend.jit", "nnmpi.nn.functional")  # numba; raises an error
 
 
-def imported_without_mpi(
-    modules: Iterable[str], program: str = ""
-) -> subprocess.CompletedProcess[str]:
+def imported_without_mpi(modules, program=""):
     """Import modules in a process without mpi4py, and without what Windows and browsers lack."""
     hidden = [f"sys.modules[{name!r}] = None" for name in ("mpi4py", *UNIX)]
     lines = ["import sys", *hidden, *(f"import {module}" for module in modules)]
@@ -30,7 +27,7 @@ def imported_without_mpi(
     )
 
 
-def modules() -> list[str]:
+def modules():
     """Return the package's modules that need nothing that a user may not have."""
     names = [module.name for module in pkgutil.walk_packages(nnmpi.__path__, "nnmpi.")]
     return [name for name in names if not name.endswith("__main__") and not name.startswith(OTHERS)]

@@ -1,7 +1,6 @@
 """Runs for commands, and what these print."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.harness.commands import on_ranks
 def run(tmp_path, capfd):
     """Return the folder of a short run, and its test accuracy and loss as they were printed."""
 
-    def trained(words: str, folder: Path = tmp_path) -> tuple[Path, str]:
+    def trained(words, folder=tmp_path):
         on_ranks(train, [*words.split(), "--epochs", "1", "--out", str(folder / "run")], 2)
         (printed,) = re.findall(r"^test ((?:accuracy|RMSE).*?\))", capfd.readouterr().out, re.M)
         return folder / "run", printed
@@ -25,7 +24,7 @@ def run(tmp_path, capfd):
 def said(capfd):
     """Return what a command prints."""
 
-    def printed(main, words: str, ranks: int = 1) -> str:
+    def printed(main, words, ranks=1):
         capfd.readouterr()
         on_ranks(main, words, ranks)
         return str(capfd.readouterr().out)

@@ -21,7 +21,7 @@ from tests.harness.slow import MORE_LAYOUTS, once_more
 TOKENS, CONTEXT = 17, 12
 
 
-def text(folder: Path) -> Path:
+def text(folder):
     """Return a data set of tokens that count on."""
     steps = np.random.default_rng(0).integers(1, 3, (60, CONTEXT + 1))
     tokens = np.cumsum(steps, 1) % TOKENS
@@ -29,7 +29,7 @@ def text(folder: Path) -> Path:
     return folder / "tokens.npz"
 
 
-def run(folder: Path, model: str, *more: str) -> Path:
+def run(folder, model, *more):
     """Return the folder of a short run."""
     out = folder / f"run-{model}-{len(more)}"
     words = (
@@ -40,7 +40,7 @@ def run(folder: Path, model: str, *more: str) -> Path:
     return out
 
 
-def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: str) -> str:
+def written(words, ranks, capfd, *prompt):
     """Return the first line that the command prints."""
     capfd.readouterr()
     more = ["--prompt", *prompt] if prompt else []
@@ -81,7 +81,7 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path, capfd):
     )
     on_ranks(train, words)
 
-    def first(run_folder: Path) -> float:
+    def first(run_folder):
         lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
         return float(next(line["loss"] for line in lines if "loss" in line))
 

@@ -4,10 +4,7 @@ company and order, from a file and from Python.
 
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +19,20 @@ from nnmpi.train.signature import ModelSignature
 Draw = np.random.Generator
 
 
-def asked(said, folder: Path, files, ranks: int = 1) -> np.ndarray[Any, Any]:
+def asked(said, folder, files, ranks=1):
     """Return the probabilities that the command prints for files, in float32."""
     words = " ".join(map(str, files))
     answer = json.loads(said(predict, f"{folder} {words} --format json", ranks))
     return np.array([sample["probabilities"] for sample in answer["samples"]], "f4")
 
 
-def companies(draw: Draw, count: int) -> list[list[int]]:
+def companies(draw, count):
     """Return each sample alone, and draws of samples in any order and number."""
     some = [draw.permutation(count)[: draw.integers(1, count + 1)].tolist() for _ in range(8)]
     return [*([i] for i in range(0, count, 7)), *some, [0] * 20]
 
 
-def check(draw: Draw, count: int, right: np.ndarray[Any, Any], ask: Callable[[list[int]], Any]):
+def check(draw, count, right, ask):
     for places in companies(draw, count):
         np.testing.assert_array_equal(ask(places), right[places], strict=True)
 
@@ -55,13 +52,7 @@ def pictures():
 @pytest.mark.parametrize(
     "model", ["cnn --hidden 8", "mlp --dtype float64", "mlp --no-normalize --hidden 128"]
 )
-def test_images(
-    tmp_path,
-    run,
-    said,
-    pictures,
-    model,
-):
+def test_images(tmp_path, run, said, pictures, model):
     draw, y = np.random.default_rng(0), np.arange(40) % 3
     np.savez(tmp_path / "a.npz", x=pictures, y=y)
     folder, _ = run(f"--dataset {tmp_path}/a.npz --model {model}")
@@ -102,7 +93,7 @@ def test_the_rule_of_a_run_tells_bytes_from_scaled_floats():
 # ---- tables ----
 
 
-def rows(draw: Draw, count: int) -> tuple[list[str], list[list[str]]]:
+def rows(draw, count):
     """Return a table as people have it: German numbers, units, dates, texts, gaps, big numbers."""
     header = ["Id", "Preis", "Anteil", "Tag", "Farbe", "Notiz", "Menge"]
     result = []
@@ -121,7 +112,7 @@ def rows(draw: Draw, count: int) -> tuple[list[str], list[list[str]]]:
     return header, result
 
 
-def write(file: Path, lines: list[list[str]]) -> Path:
+def write(file, lines):
     with file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, delimiter=";").writerows(lines)
     return file
@@ -139,7 +130,7 @@ def test_tables(tmp_path, run, said):
     right = asked(said, folder, [write(tmp_path / "b.csv", [header, *table])], 2)
     assert len({*map(bytes, right)}) > 30, "different rows"
 
-    def columns(some: list[int], order=range(7)) -> dict[str, list[str]]:
+    def columns(some, order=range(7)):
         return {header[k].upper(): [table[i][k] for i in some] for k in order}
 
     with pytest.warns(UserWarning, match="missing number|not seen"):

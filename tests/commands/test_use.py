@@ -28,7 +28,7 @@ from tests.harness.refusals import data_error, refuses, usage_error
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
 
-def files(folder: Path) -> dict[str, Path]:
+def files(folder):
     """Return a data set of each kind: images of bytes, a table with names, a text."""
     draw = np.random.default_rng(0)
     y = np.arange(60) % 3

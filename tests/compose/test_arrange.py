@@ -5,30 +5,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi import GradientExchange, Group, Layout, Tensor, arrange, models, nn
+from nnmpi import GradientExchange, Layout, Tensor, arrange, models, nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError
-from nnmpi.compose.arrange import Arrangement, describe_stages
-from nnmpi.memory.layers import LayerCost, measure, of_chain
+from nnmpi.compose.arrange import describe_stages
+from nnmpi.memory.layers import measure, of_chain
 from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
 from nnmpi.parallel.zero.storage import predict_bytes
 from tests.equivalence.own import skipping
-from tests.harness.refusals import usage_error
+from tests.harness.refusals import told_on_all, usage_error
 from tests.worker_options import arranged, work
 
+# no deeper than the model
+UP_TO_12, FROM_2 = (pytest.mark.simulated(min_size=n, max_size=12) for n in (1, 2))
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
 
-def deep() -> Module:
+def deep():
     return models.mlp((8, 8, 1), 10, hidden=(40, 30, 20, 20, 20, 20))
 
 
-def place(group: Group, layout: Layout, model: Module | None = None) -> Arrangement:
+def place(group, layout, model=None):
     return arrange(deep() if model is None else model, group, layout, SAMPLE)
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@UP_TO_12
 def test_the_stages_are_the_whole_model(group):
     where = place(group, Layout(pp=group.size, dp=1))
     where.model.initialize(seed=4)
@@ -49,21 +51,8 @@ def test_the_stages_are_the_whole_model(group):
     assert all(group.gather(sum(len(part) for part in parts) == len(full)))
 
 
-def refuse(
-    group: Group,
-    layout: Layout,
-    sentence: str,
-    error: type[Exception] = LayoutError,
-    **options,
-):
-    try:
-        place(group, layout, **options)
-        result = "nothing"
-    except error as raised:
-        result = str(raised)
-    text = group.gather(result)
-    assert all(sentence in item for item in text), text
-    assert len(set(text)) == 1
+def refuse(group, layout, sentence, error=LayoutError, **options):
+    assert sentence in told_on_all(group, lambda: place(group, layout, **options), error)
 
 
 @pytest.mark.simulated(min_size=2, max_size=4)
@@ -122,7 +111,7 @@ def test_a_table_that_stages_share_keeps_its_bits_under_zero(group):
 def test_values_that_parts_of_ranks_would_lose(group, layout):
     """A part that was loaded is refused; the sentence's remedy gives each rank its own."""
 
-    def build() -> Module:
+    def build():
         model = nn.Sequential(nn.MixtureOfExperts(4, 2), nn.Linear(4, 2))
         model.sharding = {"1": nn.Sharding.COLUMN}
         return model
@@ -139,7 +128,7 @@ def test_values_that_parts_of_ranks_would_lose(group, layout):
     np.testing.assert_equal(worker.state()[0].to_dict(everywhere=True), full)
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@UP_TO_12
 def test_layouts_that_do_not_fit(group):
     if group.size == 1:
         return refuse(
@@ -164,36 +153,26 @@ def test_layouts_that_do_not_fit(group):
     return refuse(group, Layout(dp=1, pp=count, memory_limit=1000), "do not fit 1000 bytes a stage")
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@UP_TO_12
 @pytest.mark.needs_ranks(2, 3)
 def test_a_limit_below_the_model_is_refused_for_replicas_alone(group):
     """What all ranks have together is less than the whole model takes, and more than its parts."""
     model = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
     full = sum(parameter.size for parameter in model.parameters()) * 4 * 4
-    limit = full // 2 if group.size == 1 else round(full / group.size * 1.7)
-    if group.size == 1 or limit < full:
-        refuse(
-            group,
-            Layout(memory_limit=limit),
-            "spread the model over at least ",
-            DeviceError,
-            model=model,
-        )
-    if group.size > 1:
-        experts = models.gpt(11, 6, features=6, layers=2, heads=2, experts=4)
-        layout = Layout(dp=group.size, expert_parallel=True, memory_limit=1)
-        refuse(group, layout, "; shard the experts over more replicas", DeviceError, model=experts)
-    if group.size in (2, 3):
-        again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
-        assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
+    limit = round(full / group.size * 1.7)
+    layout = Layout(memory_limit=limit)
+    refuse(group, layout, "spread the model over at least ", DeviceError, model=model)
+    experts = models.gpt(11, 6, features=6, layers=2, heads=2, experts=4)
+    layout = Layout(dp=group.size, expert_parallel=True, memory_limit=1)
+    refuse(group, layout, "; shard the experts over more replicas", DeviceError, model=experts)
+    again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
+    assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@UP_TO_12
 @pytest.mark.needs_ranks(2)
 def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group):
     """Of the first stage here, which has most of the model."""
-    if group.size != 2:
-        return
     split = (8, len(open_chain(deep())) - 8)
     where = place(group, Layout(pp=2, split=split))
     limit = max(group.gather(predict_bytes(where.model, 0, 0, 1, itemsize=4, state_arrays=2).total))
@@ -206,23 +185,18 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group):
     )
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@FROM_2
 def test_a_model_that_is_no_sequence_is_told_why(group):
     class Net(nn.Sequential):
         pass
 
-    if group.size > 1:
-        model = Net(nn.Flatten(), nn.Linear(64, 10))
-        refuse(
-            group,
-            Layout(pp=group.size),
-            "only nn.Sequential and nn.Residual are cut open, not a Net",
-            model=model,
-        )
+    model = Net(nn.Flatten(), nn.Linear(64, 10))
+    sentence = "only nn.Sequential and nn.Residual are cut open, not a Net"
+    refuse(group, Layout(pp=group.size), sentence, model=model)
 
 
 class Named(Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"x": x}
 
 
@@ -241,7 +215,7 @@ def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(group, monkeypatch):
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     busy = iter([{0, 1, 2, 3}, {0, 1}, {1}, {5}, {4}, {3}] * group.size)
 
-    def sweep(measured, x: Tensor, backend) -> list[LayerCost]:
+    def sweep(measured, x, backend):
         slow = next(busy)
         return [
             replace(cost, forward_s=s, keep_s=s, backward_s=2 * s)
@@ -277,31 +251,22 @@ def test_the_profile_sees_the_heavy_layer():
     assert not hasattr(model[3].weight, "data") or model[3].weight.grad is None
 
 
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
+@FROM_2
 def test_a_batch_norm_in_two_stages_is_refused(group):
     """Its running statistics would be others on each; within one stage they are the serial
     run's.
     """
 
-    def shared() -> Module:
+    def shared():
         norm = nn.BatchNorm(8)
         return nn.Sequential(
             nn.Linear(64, 8), norm, nn.Linear(8, 8), norm, *(nn.ReLU() for _ in range(group.size))
         )
 
-    if group.size == 1:
-        return
     ones = (1,) * (group.size - 2)
-    apart, together = (
-        Layout(pp=group.size, split=(2, 4, *ones)),
-        Layout(pp=group.size, split=(5, 1, *ones)),
-    )
-    refuse(
-        group,
-        apart,
-        "the layer of 1.running_mean is in stages 0, 1, which would",
-        model=shared(),
-    )
+    apart, together = (Layout(pp=group.size, split=(*cut, *ones)) for cut in ((2, 4), (5, 1)))
+    sentence = "the layer of 1.running_mean is in stages 0, 1, which would"
+    refuse(group, apart, sentence, model=shared())
     assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))
 
 

@@ -1,14 +1,12 @@
 """The moving average of the weights: by hand, on every layout, through a checkpoint, in a run."""
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, NnmpiError, data, models, nn, ops, optim
+from nnmpi import Layout, NnmpiError, data, models, ops, optim
 from nnmpi.commands import evaluate
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
@@ -22,17 +20,17 @@ ADAM, MUON = (partial(kind, eps=1e-3) for kind in (optim.Adam, optim.Muon))
 PIPE = {"pp": 2, "split": [3, 3]}
 
 
-def network() -> nn.Module:
+def network():
     return models.mlp((6,), 4, hidden=[8, 8])
 
 
-def freeze(model: nn.Module):
+def freeze(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name != "1.weight"
 
 
-def by_hand(make) -> dict[str, Any]:
-    model, average = network().initialize(0, dtype="float64"), dict[str, Any]()
+def by_hand(make):
+    model, average = network().initialize(0, dtype="float64"), {}
     optimizer = make(model.storage, lr=0.02)
     freeze(model)
     for t, batch in enumerate(data.Loader(SAMPLES, 8, dtype="float64").epoch(0), 1):
@@ -45,7 +43,7 @@ def by_hand(make) -> dict[str, Any]:
     return average
 
 
-def averaged(group: Group, layout: dict[str, Any], folder=None, **options):
+def averaged(group, layout, folder=None, **options):
     """Return the average, on rank 0; with a folder, save after 7 batches, or go on from there."""
     options = {"make": ADAM, "lr": 0.02, "dtype": "float64", "ema": DECAY, **options}
     worker = arranged(network(), group, Layout(**layout), **grouped(**options))
@@ -66,7 +64,7 @@ def averaged(group: Group, layout: dict[str, Any], folder=None, **options):
     return average
 
 
-def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+def apart(ours, theirs):
     return max(float(abs(ours[name] - theirs[name]).max()) for name in theirs)
 
 
@@ -141,7 +139,7 @@ def test_blocks_that_share_an_array_of_gradients_are_averaged_one_by_one():
     optimizer.keep_average(0.5)
     scratch = np.zeros(3)
 
-    def blocks() -> Iterator[Any]:
+    def blocks():
         for number, block in enumerate(optimizer.cut(grads=[scratch, scratch]), 1):
             block.grad[...] = number
             yield block

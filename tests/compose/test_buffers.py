@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor, nn, simulate
+from nnmpi import Layout, Tensor, nn, simulate
 from nnmpi.base.errors import UsageError
 from tests.equivalence.reference import Setup, batches, build, release
 from tests.equivalence.rows import MOMENTUM
@@ -17,10 +17,10 @@ class Moving(nn.Module):
     passes.
     """
 
-    def __init__(self, features: int):
+    def __init__(self, features):
         self.mean = nn.Buffer((features,), 0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return x less the mean so far."""
         shift = Tensor(self.mean.data.copy())
         if nn.current().training:
@@ -50,15 +50,15 @@ class Annealed(Moving):
 
     replayable = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return a function of x and the buffer whose derivative depends on both."""
         return (x * Tensor(self.mean.data)).tanh()
 
 
-def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
+def train(group, kind, layout):
     """Return the losses and the mean of 6 steps of two microbatches each."""
 
-    def model(shape: tuple[int, ...], classes: int) -> nn.Module:
+    def model(shape, classes):
         hidden = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes)
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), kind(8), *hidden)
 

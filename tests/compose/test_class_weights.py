@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import (
-    AsynchronousWorker,
-    Group,
-    Layout,
-    NnmpiError,
-    Sync,
-    Worker,
-    data,
-    models,
-    nn,
-    ops,
-)
+from nnmpi import AsynchronousWorker, Layout, NnmpiError, Sync, Worker, data, models, nn, ops
 from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import split
 from tests.harness.refusals import refuses, usage_error
@@ -47,7 +36,7 @@ def plain(loss):
     return partial(function, **options)
 
 
-def train(group: Group, name: str, layout: Layout) -> list[float]:
+def train(group, name, layout):
     model, options = models.mlp((6,), 4, hidden=[8, 8]), {"lr": 0.3, "loss": LOSSES[name]}
     worker = arranged(model, group, layout, dtype="float64", **options)
     where = worker.arrangement
@@ -63,7 +52,7 @@ def train(group: Group, name: str, layout: Layout) -> list[float]:
     return [*found, worker.evaluate(loader.epoch(0)).loss]
 
 
-def by_hand(name: str) -> list[float]:
+def by_hand(name):
     model = models.mlp((6,), 4, hidden=[8, 8]).initialize(seed=0, dtype="float64")
     optimizer, loss, found = sgd(model, 0.3), plain(LOSSES[name]), []
     for start in (0, 5, 10):
@@ -92,7 +81,7 @@ def test_the_mean_is_over_the_weights_of_all_labels(name, ranks, layout):
 
 
 def test_what_cannot_be_one_mean_is_refused():
-    def program(group: Group, loss, kind=Worker):
+    def program(group, loss, kind=Worker):
         model = models.mlp((6,), 4).initialize(seed=0)
         kind(model, sgd(model, 0.3), group, loss=loss)
 
@@ -126,7 +115,7 @@ def test_of_sequences_every_label_that_counts_has_its_weight(ranks, layout, micr
     loss = nn.CrossEntropyLoss(WEIGHT, reduction="none", ignore_index=-1)
     samples = data.Dataset("t", TOKENS[:, :-1], NEXT, 4)
 
-    def train(group: Group) -> list[float]:
+    def train(group):
         model, sample = models.gpt(4, 6, 8, 1, 2), samples.x[:1]
         worker = arranged(model, group, layout, sample, "float64", lr=0.5, loss=loss)
         where = worker.arrangement
@@ -149,7 +138,7 @@ def test_of_sequences_every_label_that_counts_has_its_weight(ranks, layout, micr
 
 
 def test_sharded_classes_are_refused():
-    def program(group: Group):
+    def program(group):
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
         net.sharding = {"1": nn.Sharding.VOCAB}
         arranged(net, group, Layout(tp=2, dp=1), loss=LOSSES["layer"])

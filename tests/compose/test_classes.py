@@ -2,12 +2,11 @@
 
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Worker, arrange, nn, ops, optim
+from nnmpi import Layout, Worker, arrange, nn, ops, optim
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.compose.inference import Inference
@@ -73,7 +72,7 @@ def test_a_head_that_leaves_parts(group, name):
     """Losses, scores and outputs are those of all classes, also where a rank has none."""
     setup = Setup(lambda *_: Net(), data=dataset, worker={"loss": LOSSES[name]})
 
-    def train(ranks: Group) -> list[Any]:
+    def train(ranks):
         worker = build(setup, ranks, Layout(tp=ranks.size))
         reports = [worker.step(batch) for batch in islice(batches(setup, worker), 3)]
         reports.append(evaluate(setup, worker))

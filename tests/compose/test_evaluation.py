@@ -12,7 +12,7 @@ from tests.worker_options import arranged
 ROWS = 23
 
 
-def expected() -> tuple[float, float]:
+def expected():
     """Return loss and accuracy of the model as it begins, without the workers' code."""
     data = dataset(ROWS)
     with no_grad():
@@ -35,14 +35,7 @@ def test_it_is_the_mean_over_all_samples(group, kind):
         ),
     }
     worker = workers[kind]()
-    batches = Loader(
-        dataset(ROWS),
-        7,
-        group,
-        shuffle=False,
-        dtype="float64",
-        workers=0,
-    )
+    batches = Loader(dataset(ROWS), 7, group, shuffle=False, dtype="float64", workers=0)
     report = worker.evaluate(batches.epoch(0))
     if kind == "worker":
         pairs = [(batch.x, batch.y) for batch in batches.epoch(0)]

@@ -7,30 +7,29 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor, arrange, models, nn, simulate
+from nnmpi import Layout, Tensor, arrange, models, nn, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.compose.inference import TokenGenerator
-from nnmpi.nn import Module
 from tests.device.here import on_device
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14
 PROMPT = [3, 1, 4, 1]
 
 
-def build(kind: str) -> Module:
+def build(kind):
     if kind == "gpt":
         return models.gpt(TOKENS, CONTEXT, features=12, layers=2, heads=3)
     return models.lstm(TOKENS, features=10, layers=2)
 
 
-def likeliest(logits: np.ndarray) -> int:
+def likeliest(logits):
     return int(logits.argmax())
 
 
-def by_whole_passes(kind: str) -> list[int]:
+def by_whole_passes(kind):
     """Return what the model writes, by a pass over all that it sees for each token."""
-    model, seen, written = build(kind).initialize(1, "float64"), list(PROMPT), list[int]()
+    model, seen, written = build(kind).initialize(1, "float64"), list(PROMPT), []
     for _ in range(COUNT):
         written.append(int(model(np.array([seen])).data[0, -1].argmax()))
         seen.append(written[-1])
@@ -39,7 +38,7 @@ def by_whole_passes(kind: str) -> list[int]:
     return written
 
 
-def main(group: Group, kind: str, layout: Layout) -> list[int]:
+def main(group, kind, layout):
     where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
     where.model.initialize(1, "float64")
     generator = TokenGenerator(where, numpy_backend())
@@ -76,7 +75,7 @@ def test_layers_run_once_for_single_tokens(monkeypatch):
     seen = []
     forward = nn.Embedding.forward
 
-    def noted(module: nn.Embedding, indices) -> Tensor:
+    def noted(module, indices):
         seen.append(indices.shape)
         return forward(module, indices)
 
@@ -90,7 +89,7 @@ def test_logits_are_those_of_whole_passes(kind):
     """For several sequences at once; outside of the block nothing is kept."""
     model = build(kind).initialize(1, "float64")
     tokens = np.random.default_rng(0).integers(0, TOKENS, (3, CONTEXT))
-    full, memory = model(tokens).data, dict[str, object]()
+    full, memory = model(tokens).data, {}
     parts = [tokens[:, :4], *(tokens[:, i : i + 1] for i in range(4, CONTEXT))]
     with nn.continued(memory):
         result = np.concatenate([model(part).data for part in parts], axis=1)

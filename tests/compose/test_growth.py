@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from nnmpi import Group, Worker, models, optim
+from nnmpi import Worker, models, optim
 from nnmpi.base.shard import part
 from nnmpi.comm.mpi.mpi_world import OPERATIONS
 from nnmpi.data import Batch
@@ -25,7 +25,7 @@ WAYS = [
 ]
 
 
-def make_batch(group: Group) -> Batch:
+def make_batch(group):
     """Return this rank's part of a batch."""
     draws, local = np.random.default_rng(0), part(ROWS, group.size, group.rank)
     x, y = draws.normal(size=(ROWS, 8, 8, 1)).astype("float32"), draws.integers(0, 10, ROWS)
@@ -34,13 +34,13 @@ def make_batch(group: Group) -> Batch:
     return Batch(x[rows], y[rows], np.arange(ROWS)[rows], cuts, ROWS, epoch=0, number=0)
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     """Return what of this process lies in memory now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
-def held() -> tuple[int, int]:
+def held():
     """Return the bytes that Python holds, and the objects."""
     gc.collect()  # NumPy's as_strided makes cycles
     return tracemalloc.get_traced_memory()[0], len(gc.get_objects())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, nn, ops
+from nnmpi import Layout, nn, ops
 from nnmpi.base.shard import split
 from nnmpi.tensor import stack
 from tests.worker_options import arranged, sgd
@@ -22,7 +22,7 @@ class Unrolled(nn.Module):
     def __init__(self, cell):
         self.cell = cell
 
-    def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+    def forward(self, x):
         """Return its outputs side by side."""
         state, result = None, []
         for t in range(x.shape[1]):
@@ -37,7 +37,7 @@ class Volumes(nn.Module):
     def __init__(self):
         self.conv = nn.Conv3d(1, 2, (3, 2, 1), padding=1, groups=1)
 
-    def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+    def forward(self, x):
         """Return the convolution."""
         return self.conv(x.reshape(len(x), 6, 2, 2, 1))
 
@@ -57,14 +57,14 @@ LAYERS = {
 }  # fmt: skip
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name):
     make, features = LAYERS[name]
     model = nn.Sequential(make(), nn.Flatten(), nn.Linear(features, 3))
     model.sharding = {"2": nn.Sharding.COLUMN}
     return model
 
 
-def by_hand(name: str) -> list[float]:
+def by_hand(name):
     model, found = model_of(name).initialize(seed=0, dtype="float64"), []
     optimizer = sgd(model)
     for x, y in zip(TIMES, LABELS, strict=True):
@@ -83,7 +83,7 @@ def by_hand(name: str) -> list[float]:
 def test_a_layer_learns_the_same(name, layout):
     """Layers without a rule for tensor parallelism are whole on every rank."""
 
-    def train(group: Group) -> list[float]:
+    def train(group):
         worker = arranged(model_of(name), group, layout, TIMES[0][:1], "float64")
         where = worker.arrangement
         part = split(ROWS, where.data_ranks)[where.data_rank]
@@ -101,7 +101,7 @@ def test_a_compiled_step_is_the_eager_one(name):
     optimizer = sgd(model)
 
     @nnmpi.compile
-    def step(x, y) -> nnmpi.Tensor:
+    def step(x, y):
         model.zero_grad()
         loss = ops.cross_entropy(model(x), y)
         loss.backward()

@@ -4,12 +4,11 @@ all-reduce.
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Sync, Worker
+from nnmpi import AsynchronousWorker, Sync, Worker
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.data import Loader
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
@@ -19,12 +18,12 @@ pytestmark = pytest.mark.mpi
 EPOCHS = 2
 
 
-def loader_of(group: Group) -> Loader:
+def loader_of(group):
     where = {"rank": group.rank, "world": group.size, "partition": "label"}
     return Loader(dataset(), BATCH, dtype="float64", workers=0, **where)
 
 
-def train(worker, loader: Loader) -> np.ndarray[Any, Any]:
+def train(worker, loader):
     """Train for two epochs and return the weights."""
     for epoch in range(EPOCHS):
         worker.run(loader, epoch, 0, BATCHES, epoch * BATCHES, lambda step: 0.1 / (1 + step))
@@ -48,7 +47,7 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(group, monkeypatch):
     seen = []
     part = Loader.part
 
-    def noted(self: Loader, *args, **options):
+    def noted(self, *args, **options):
         batch = part(self, *args, **options)
         seen.extend(batch.indices.tolist())
         return replace(batch)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi import GradientExchange, Group, Layout, Numerics, models, simulate
+from nnmpi import GradientExchange, Layout, Numerics, models, simulate
 from nnmpi.base.errors import LayoutError
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
-from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
 from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import arranged
@@ -29,7 +28,7 @@ GIVEN = {
 }
 
 
-def build() -> Module:
+def build():
     return models.mlp((4,), 3, hidden=(5, 5))
 
 
@@ -61,7 +60,7 @@ def test_each_feature_goes_alone(name):
 def test_a_worker_refuses_what_does_not_go_with_its_layout(layout, options, words):
     split = "auto" if layout.pp == "auto" else (3, len(open_chain(build())) - 3)
 
-    def main(group: Group):
+    def main(group):
         arranged(build(), group, replace(layout, split=split), **options)
 
     usage_error(words, simulate, main, 2)

@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import (
-    GradientExchange,
-    Group,
-    Layout,
-    NnmpiError,
-    Sync,
-    Worker,
-    arrange,
-    models,
-    nn,
-)
+from nnmpi import GradientExchange, Layout, NnmpiError, Sync, Worker, arrange, models
 from nnmpi.base.errors import UsageError
 from tests.asynchronous.runs import (
     EVERY_MODE,
@@ -93,11 +83,11 @@ def test_a_released_worker_refuses_steps(group, pp):
 X, Y = np.random.default_rng(0).normal(size=(4, 6)), np.arange(4) % 3
 
 
-def small() -> nn.Module:
+def small():
     return models.mlp((6,), 3, hidden=[8, 8])
 
 
-def worker_of(group: Group, model: nn.Module, **options) -> Worker:
+def worker_of(group, model, **options):
     return work(model, group, **options)
 
 

@@ -4,7 +4,6 @@ of another model.
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -15,14 +14,11 @@ import pytest
 from nnmpi import models, nn, optim
 from nnmpi.base import timeline
 from nnmpi.base.shard import split
-from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.passes import BatchPass
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import MORE_LAYOUTS, once_more
 from tests.worker_options import arranged
 
@@ -32,22 +28,21 @@ pytestmark = pytest.mark.host_only(
 
 ROWS, BATCH = 21, 8  # batches of 8, 8 and 5 rows: nothing divides
 EPOCHS = 3
-Kind = tuple[Callable[[], nn.Module], Callable[[], Dataset]]
 
 
-def images() -> Dataset:
+def images():
     generator = np.random.default_rng(0)
     return Dataset(
         "images", generator.random((ROWS, 4, 4, 1), "float32"), generator.integers(0, 3, ROWS), 3
     )
 
 
-def tokens() -> Dataset:
+def tokens():
     text = np.random.default_rng(0).integers(0, 7, (ROWS, 5))
     return Dataset("tokens", text[:, :-1], text[:, 1:], 7)
 
 
-def dropping() -> nn.Module:
+def dropping():
     """Return a model with running statistics and masks."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
@@ -55,14 +50,14 @@ def dropping() -> nn.Module:
     )  # fmt: skip
 
 
-def passing() -> nn.Module:
+def passing():
     """Return a model with shortcuts, one around the other, that pass through whole stages."""
     inner = nn.Residual(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU()))
     outer = nn.Residual(nn.Sequential(nn.ReLU(), inner, nn.Linear(6, 6), nn.ReLU()))
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 6), outer, nn.Linear(6, 3))
 
 
-def yes_or_no() -> Dataset:
+def yes_or_no():
     dataset = images()
     return Dataset("quantities", dataset.x, (dataset.y > 0).astype("float32"), 0)
 
@@ -78,7 +73,7 @@ MODELS = {
 }
 
 
-def replicas(size: int) -> list[Layout]:
+def replicas(size):
     return [Layout(dp=size)]
 
 
@@ -91,15 +86,7 @@ LAYOUTS = {
 }
 
 
-def train(
-    group: Group,
-    kind: Kind,
-    layout: Layout,
-    replayed: bool,
-    change=None,
-    epochs: int = EPOCHS,
-    **options,
-):
+def train(group, kind, layout, replayed, change=None, epochs=EPOCHS, **options):
     """Return what some epochs of training report and leave, and how many passes were replayed.
 
     A trace is recorded of the others: what is looked at runs as it stands.
@@ -136,7 +123,7 @@ def train(
     return seen, left, replays
 
 
-def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **options):
+def assert_equal(group, kind, layout, least=1, **options):
     seen, left, replays = train(group, kind, layout, True, **options)
     plain, expected, none = train(group, kind, layout, False, **options)
     assert seen == plain
@@ -179,7 +166,7 @@ def test_with_all_that_changes_a_step(group, options):
     assert_equal(group, kind, Layout(dp=group.size), **options)
 
 
-def choosing() -> nn.Module:
+def choosing():
     """Return a model with experts that ranks share out."""
     return models.gpt(7, 4, 12, 1, 3, experts=3)
 
@@ -213,7 +200,7 @@ def test_no_pass_outlives_its_batch(group, monkeypatch):
     loader = Loader(images(), 7, where, microbatches=2)
     begin, passes = worker.passes.begin, []
 
-    def watched(*args) -> BatchPass:
+    def watched(*args):
         now = begin(*args)
         passes.append(weakref.ref(now))
         return now
@@ -227,12 +214,12 @@ def test_no_pass_outlives_its_batch(group, monkeypatch):
     assert [item() for item in passes] == [None] * 6
 
 
-def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:
+def cut(make, stages):
     """Return how many layers each stage has, of a chain that is long enough."""
     return tuple(len(part) for part in split(len(open_chain(make())), stages))
 
 
-def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
+def pipelines(size, make):
     """Yield layouts of so many ranks with stages: schedules, what is computed again, what goes with
     it.
     """
@@ -261,8 +248,7 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
 
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize(
-    "name",
-    [once_more(name, name not in ("mlp", "lstm"), MORE_LAYOUTS) for name in [*MODELS][:-1]],
+    "name", [once_more(name, name not in ("mlp", "lstm"), MORE_LAYOUTS) for name in [*MODELS][:-1]]
 )
 def test_stages_replay_what_they_compute(group, name):
     """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of
@@ -275,7 +261,7 @@ def test_stages_replay_what_they_compute(group, name):
             assert_equal(group, MODELS[name], layout, **cuts)
 
 
-def one_call() -> nn.Module:
+def one_call():
     """Return a model with an operation that a recording repeats as one call."""
     return nn.Sequential(
         nn.Linear(4, 4), nn.RNN(4, 5), nn.Linear(5, 4), nn.RNN(4, 4), nn.Flatten(), nn.Linear(16, 3)
@@ -296,7 +282,7 @@ def test_operations_of_one_call_in_halves(group, schedule):
 def test_a_fixed_order_of_sums(group):
     """Gradients leave the model after each microbatch, and statistics are kept until the end."""
 
-    def make() -> nn.Module:
+    def make():
         return nn.Sequential(
             nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm(5), nn.Tanh(), nn.BatchNorm(5),
             nn.Linear(5, 3)
@@ -324,7 +310,7 @@ class Deciding(nn.Module):
         self.inner = nn.Linear(3, 3)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return one thing or another."""
         self.calls += 1
         return self.inner(x) if float(x.data.sum()) > 0 else x * 2
@@ -338,7 +324,7 @@ class Doubling(nn.Module):
     def __init__(self):
         self.factor = 2.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return a multiple of x."""
         return x * self.factor
 
@@ -365,7 +351,7 @@ class Natural(nn.Module):
 
     replayable = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the operation's result."""
         return Bent()(x)
 
@@ -374,7 +360,7 @@ class Inheriting(Doubling):
     """A subclass, which has not said it."""
 
 
-def joining() -> nn.Module:
+def joining():
     """A layer of nnmpi's that calls a function which is not."""
     return nn.Branches(nn.Linear(3, 3), nn.Tanh(), join=lambda result: result[0] + result[1])
 
@@ -382,13 +368,7 @@ def joining() -> nn.Module:
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize(
     "layer, replays",
-    [
-        (Deciding, False),
-        (Doubling, True),
-        (Natural, True),
-        (Inheriting, False),
-        (joining, False),
-    ],
+    [(Deciding, False), (Doubling, True), (Natural, True), (Inheriting, False), (joining, False)],
 )
 def test_modules_of_ones_own_are_replayed_if_they_say_so(group, layer, replays):
     """Each class for itself; any other runs each time."""
@@ -398,16 +378,16 @@ def test_modules_of_ones_own_are_replayed_if_they_say_so(group, layer, replays):
     assert seen == train(group, kind, Layout(), False)[0]
 
 
-def freeze(model: nn.Module, epoch: int):
+def freeze(model, epoch):
     model.layers[6].weight.requires_grad = epoch < 2
 
 
-def slow_down(model: nn.Module, epoch: int):
+def slow_down(model, epoch):
     if epoch == 2:
         model.layers[5].p = 0.1
 
 
-def exchange(model: nn.Module, epoch: int):
+def exchange(model, epoch):
     if epoch == 2:
         model.layers[2] = nn.Tanh()
 

@@ -1,12 +1,10 @@
 """Ranks of one replica compute the same rows: other rows are refused, in every layout."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, data, models
+from nnmpi import Layout, data, models
 from tests.harness.refusals import usage_error
 from tests.worker_options import arranged
 
@@ -19,12 +17,12 @@ LAYOUTS = [
 ]
 
 
-def make(group: Group, options: dict[str, Any]) -> nnmpi.Worker:
+def make(group, options):
     net = models.gpt(9, 6, 8, 1, 2) if "sp" in options else models.mlp((6,), 9, hidden=[8, 8])
     return arranged(net, group, Layout(**options), dtype="float64")
 
 
-def rows(worker: nnmpi.Worker, seed: int, count: int = 4) -> tuple[Any, Any]:
+def rows(worker, seed, count=4):
     draw = np.random.default_rng(seed)
     if "0.tokens.weight" not in worker.arrangement.parameters:
         return draw.normal(size=(count, 6)), draw.integers(0, 9, count)
@@ -33,13 +31,13 @@ def rows(worker: nnmpi.Worker, seed: int, count: int = 4) -> tuple[Any, Any]:
     return tokens.astype("uint32"), labels
 
 
-def reordered(worker: nnmpi.Worker) -> float:
+def reordered(worker):
     x, y = rows(worker, 0)
     order = np.random.default_rng(worker.group.rank).permutation(4)
     return worker.step(x[order], y[order]).loss
 
 
-def augmented(worker: nnmpi.Worker) -> float:
+def augmented(worker):
     x, y = rows(worker, 0)
     if x.dtype.kind == "u":
         y = (y + worker.group.rank) % 9
@@ -74,7 +72,7 @@ def test_other_rows_within_a_replica_are_refused(give, ranks, options):
 
 @pytest.mark.parametrize("ranks, options", [(1, {"sp": 1}), *LAYOUTS])
 def test_own_rows_give_the_serial_losses(ranks, options):
-    def program(group: Group, options: dict[str, Any]) -> list[float]:
+    def program(group, options):
         worker = make(group, options)
         where = worker.arrangement
         x, y = rows(worker, 0)
@@ -90,7 +88,7 @@ def test_own_rows_give_the_serial_losses(ranks, options):
 
 
 def test_rows_without_microbatches_have_no_fixed_order():
-    def program(group: Group):
+    def program(group):
         worker = make(group, {"reduction": "fixed"})
         worker.step(*rows(worker, group.rank))
 
@@ -98,7 +96,7 @@ def test_rows_without_microbatches_have_no_fixed_order():
 
 
 def test_a_loader_without_this_replicas_part_is_refused():
-    def program(group: Group):
+    def program(group):
         worker = make(group, {"dp": 2})
         loader = data.Loader(data.Dataset("own", *rows(worker, 0), classes=9), 4, dtype="float64")
         worker.step(next(iter(loader.epoch(0))))

@@ -1,26 +1,25 @@
 """Schedules of a layout: what they do is what their instructions say, whatever their name."""
 
-from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, data, models
+from nnmpi import Layout, data, models
 from nnmpi.base.errors import ScheduleError
 from nnmpi.lab.verify import main as verify
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import Instruction, Kind
+from nnmpi.schedule.schedule import Kind
 from tests.harness.refusals import caught, refuses, usage_error
 from tests.worker_options import arranged
 
 TRAINING = ["gpipe", "1f1b", "zero-bubble", "v-half", "pipedream"]
 
 
-def losses(group: Group, schedule, microbatches: int = 4) -> list[float]:
+def losses(group, schedule, microbatches=4):
     """Return a few steps' losses."""
     layout = Layout(
         pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
@@ -29,21 +28,15 @@ def losses(group: Group, schedule, microbatches: int = 4) -> list[float]:
     where = worker.arrangement
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("f")
     samples = data.Dataset("rows", x, np.arange(8) % 3, 3)
-    loader = data.Loader(
-        samples,
-        8,
-        where,
-        microbatches=microbatches,
-        shuffle=False,
-    )
+    loader = data.Loader(samples, 8, where, microbatches=microbatches, shuffle=False)
     return [worker.step(batch).loss for epoch in range(3) for batch in loader.epoch(epoch)]
 
 
-def stages(schedule) -> int:
+def stages(schedule):
     return Layout(pp=2, pipeline=schedule).stages_per_rank
 
 
-def copied(name: str) -> Callable[[int, int, int], list[Instruction]]:
+def copied(name):
     """Return a user's function with the instructions of one of the package's."""
     more = (2,) if name == "interleaved" else ()
     return lambda rank, ranks, microbatches: list(
@@ -82,11 +75,11 @@ def test_too_few_layers_for_interleaved_are_refused(group):
     assert "fewer than 4 stages" in str(error)
 
 
-def forward_only(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
+def forward_only(rank, ranks, microbatches):
     return [Kind.F.at(rank, m) for m in range(microbatches)]
 
 
-def late(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
+def late(rank, ranks, microbatches):
     """A schedule that forgets its backward passes for some numbers of microbatches only."""
     both = (Kind.F, Kind.B) if microbatches != 3 else (Kind.F,)
     return [kind.at(rank, m) for m in range(microbatches) for kind in both]

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from nnmpi import Group, Sync, simulate
+from nnmpi import Sync, simulate
 from tests.asynchronous.runs import EVERY_MODE, SEGMENTS, everything, make, name_of, train
 from tests.compose.small_runs import ROWS
 from tests.harness.slow import MORE_SEEDS, once_more
@@ -15,10 +15,10 @@ SEEDS = [range(4), once_more(range(4, 60), reason=MORE_SEEDS)]
 UNBOUND = (Sync("asp"), Sync("ssp", staleness=4), Sync("ssp", staleness=1))
 
 
-def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options):
+def run(sync, ranks, seed, cpu_factor=1.0, **options):
     """Train in a simulated world; return the reports, and a hash of all that was learnt."""
 
-    def main(group: Group):
+    def main(group):
         worker = make(group, sync, "momentum", **options)
         reports = train(worker)
         learnt = hashlib.sha256(everything(worker).tobytes()).hexdigest()

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from nnmpi import GradientExchange, Group, Layout, data, models, nn
+from nnmpi import GradientExchange, Layout, data, models
 from nnmpi.nn.chain import open_chain
 from tests.worker_options import arranged
 
 NUMBERS = 32  # bytes of a step's loss, score, targets and norm
 
 
-def mlp() -> nn.Module:
+def mlp():
     return models.mlp((6,), 3, hidden=[8, 8])
 
 
-def traffic(group: Group, layout: Layout, model: nn.Module, x, y) -> tuple[int, int, int]:
+def traffic(group, layout, model, x, y):
     """Return a step's bytes and calls, without its numbers', and this rank's parameters' bytes."""
     exchange = GradientExchange(fused_update=False)
     worker = arranged(model, group, layout, x[:1], exchange=exchange)
@@ -43,7 +43,7 @@ def test_sums_are_counted_once(group):
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 def test_tied_weights_are_counted_and_activations_are_not(group):
-    def gpt() -> nn.Module:
+    def gpt():
         return models.gpt(17, 8, 16, 2, 2)
 
     tokens, count = np.ones((8, 8), np.int64), len(open_chain(gpt()))

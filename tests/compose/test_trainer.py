@@ -1,14 +1,10 @@
 """One interface for every way of training: the same calls, and what each says of what it did."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from nnmpi import AsynchronousWorker, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import Progress, Trainer
 from tests.asynchronous.runs import all_reduced, loader_of, rate
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 
@@ -29,9 +25,7 @@ def made():
     return model, optimizer_of(model)
 
 
-def train(
-    trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | None = None
-) -> list[Totals]:
+def train(trainer, *ends, progress=None):
     """Train two epochs, in segments that end at these batches and at the end of each."""
     loader, result = loader_of(trainer.group, trainer.model), []
     for epoch in range(2):
@@ -62,11 +56,7 @@ def test_each_trains_up_to_a_point_by_the_same_call(group, kind):
     )
     rank_hears = trainer.in_step or group.is_root
     assert len(text) == (2 * BATCHES * trainer.reporters if rank_hears else 0)
-    assert trainer.scalars() == {
-        "kind": "SGD",
-        "steps": 2 * BATCHES,
-        "lr": trainer.optimizer.lr,
-    }
+    assert trainer.scalars() == {"kind": "SGD", "steps": 2 * BATCHES, "lr": trainer.optimizer.lr}
     assert (trainer.describe_exchange() == "") == (not trainer.in_step)
 
 
@@ -105,7 +95,6 @@ def test_numbers_of_a_checkpoint_go_to_any_other_trainer(group):
     model = build("float32")
     half = Worker(model, optimizer_of(model), group, numerics=Numerics(precision="fp16"))
     scaling = half.scaling
-    assert scaling is not None
     scaling.shrink()
     values = {**half.scalars(), "steps": 9, "virtual": None}
     assert values["loss_scale"] == scaling.state()

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.corpus.bad import failures
 
 
-def main() -> int:
+def main():
     """Print each failure; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int, nargs="?", default=5000)

@@ -18,11 +18,10 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import FrameType
 
 import numpy as np
 
@@ -97,7 +96,7 @@ class Bad:
     must_fail: bool = False
 
 
-def make_good(place: Path):
+def make_good(place):
     """Write good files of every kind, and two runs, to damage copies of."""
     place.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
@@ -137,12 +136,12 @@ def make_good(place: Path):
     simulate(lambda group: export.main([f"{place}/mlp"], group), 1)
 
 
-def on_one_rank(main, *words: object) -> Callable[[], object]:
+def on_one_rank(main, *words):
     """Return a call of a collective command."""
     return lambda: simulate(lambda group: main([*map(str, words)], group), 1)
 
 
-def _readers(file: Path) -> Iterator[Callable[[], object]]:
+def _readers(file):
     """Yield what reads a file of this name."""
     kind, folder = file.suffix, file.parent
     if file.name.endswith((".csv", ".csv.gz")):
@@ -172,7 +171,7 @@ def _readers(file: Path) -> Iterator[Callable[[], object]]:
         yield lambda: read_torch(file)
 
 
-def _commands(run: Path) -> list[Callable[[], object]]:
+def _commands(run):
     """Return the commands that open a run."""
     longer = ("--max-steps", 6) if run.name == "gpt" else ("--epochs", 3)
     use = (
@@ -191,7 +190,7 @@ def _commands(run: Path) -> list[Callable[[], object]]:
     ]
 
 
-def _damage_json(value, draw: Random):
+def _damage_json(value, draw):
     """Return a JSON value with something hostile somewhere in it."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name = draw.choice([*value])
@@ -204,7 +203,7 @@ def _damage_json(value, draw: Random):
     return draw.choice(HOSTILE)
 
 
-def damage(file: Path, draw: Random) -> str:
+def damage(file, draw):
     """Damage a file in place; return how."""
     content = file.read_bytes()
     how = draw.choice(
@@ -239,7 +238,7 @@ def damage(file: Path, draw: Random) -> str:
     return how
 
 
-def make(number: int, seed: int, good: Path, place: Path) -> Bad:
+def make(number, seed, good, place):
     """Return a case; its files are written into an empty folder."""
     draw = Random(f"{seed}-{number}")
     kind = draw.choice(("file", "file", "run", "run", "run", "words", "config"))
@@ -278,10 +277,10 @@ def make(number: int, seed: int, good: Path, place: Path) -> Bad:
     )
 
 
-def run(case: Bad) -> str:
+def run(case):
     """Return what is wrong with a case; "" if nothing is."""
 
-    def late(number: int, frame: FrameType | None):
+    def late(number, frame):
         raise Overtime
 
     output, began = io.StringIO(), time.monotonic()
@@ -314,7 +313,7 @@ def run(case: Bad) -> str:
     return f"{case.what} -> {wrong} ({time.monotonic() - began:.1f} s)" if wrong else ""
 
 
-def failures(first: int, count: int, seed: int, place: Path) -> Iterator[str]:
+def failures(first, count, seed, place):
     """Yield what is wrong with the cases of these numbers."""
     good, here = place / "good", Path.cwd()
     if not good.exists():

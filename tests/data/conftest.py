@@ -36,7 +36,7 @@ def own_cache(tmp_path, monkeypatch):
     return folder
 
 
-def idx_bytes(values: np.ndarray) -> bytes:
+def idx_bytes(values):
     return (
         bytes([0, 0, 8, values.ndim])
         + struct.pack(f">{values.ndim}I", *values.shape)
@@ -81,12 +81,12 @@ class Site:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
 
-    def put(self, path: str, content: bytes, manner: str = "plain") -> str:
+    def put(self, path, content, manner="plain"):
         """Serve a file; return the address of its folder."""
         self.files[path] = content, manner
         return f"http://127.0.0.1:{self.server.server_address[1]}{path.rpartition('/')[0]}"
 
-    def _handler(site) -> type[BaseHTTPRequestHandler]:  # noqa: N805  (self is the handler, below)
+    def _handler(site):  # noqa: N805  (self is the handler, below)
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 site.requests.append(self.path)
@@ -107,7 +107,7 @@ class Site:
                             content[: len(content) // 2] if manner == "cut" else content
                         )
 
-            def log_message(self, *_: object):
+            def log_message(self, *_):
                 pass
 
         return Handler
@@ -126,7 +126,7 @@ def site(monkeypatch):
     site.server.server_close()
 
 
-def prefetch_threads() -> list[threading.Thread]:
+def prefetch_threads():
     """The running threads of loaders."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("nnmpi-prefetch")]
 

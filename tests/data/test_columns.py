@@ -2,18 +2,16 @@
 
 import gzip
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nnmpi.data import Dataset
 from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
 from tests.harness.refusals import data_error, usage_error
 
 
-def table(folder: Path, text: str, predicts="any", **rules) -> Dataset:
+def table(folder, text, predicts="any", **rules):
     path = folder / "t.csv"
     path.write_text(text)
     return to_dataset(read_csv(path, TableRules(**rules)), "t", predicts=predicts)

@@ -5,7 +5,7 @@ from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
 from tests.harness.refusals import data_error, usage_error
 
 
-def table(n: int, classes: int = 3) -> Dataset:
+def table(n, classes=3):
     return Dataset(
         "made up", np.arange(2 * n, dtype=np.float32).reshape(n, 2), np.arange(n) % classes, classes
     )

@@ -24,13 +24,7 @@ def test_variable_names_the_folder(monkeypatch):
         ("darwin", {}, "home/Library/Caches/nnmpi"),
     ],
 )
-def test_platform_chooses_the_folder(
-    monkeypatch,
-    tmp_path,
-    platform,
-    variables,
-    folder,
-):
+def test_platform_chooses_the_folder(monkeypatch, tmp_path, platform, variables, folder):
     monkeypatch.chdir(tmp_path)
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -60,7 +54,7 @@ def test_a_folder_of_somebody_else_is_no_cache(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):
-    def nowhere() -> Path:
+    def nowhere():
         raise RuntimeError("Could not determine home directory.")
 
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):

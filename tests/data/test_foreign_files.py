@@ -70,7 +70,7 @@ def test_a_name_that_the_system_refuses_is_a_sentence(words):
     assert "Traceback" not in done.stderr
 
 
-def altered(content: bytes, draw: random.Random) -> bytes:
+def altered(content, draw):
     """Return a file of which some bytes are others, too many or gone; or a value of its JSON is of
     another kind.
     """

@@ -5,9 +5,6 @@ import io
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +27,10 @@ from nnmpi.data.text import read_documents
 from tests.data.locked import lock
 from tests.harness.refusals import data_error
 
-Damage = Callable[[bytes], bytes]
-
 # ---- CSV ----
 
 
-def table(tmp_path: Path, text: str, **options) -> Dataset:
+def table(tmp_path, text, **options):
     path = tmp_path / "t.csv"
     path.write_text(text)
     return to_dataset(read_csv(path), "t", **options)
@@ -140,7 +135,7 @@ Y = np.arange(20) % 4
 TOKENS = np.arange(40).reshape(20, 2)
 
 
-def pair(folder: Path, **arrays) -> tuple[Dataset, Dataset]:
+def pair(folder, **arrays):
     np.savez(folder / "a.npz", **arrays)
     return load(str(folder / "a.npz"))
 
@@ -182,7 +177,7 @@ def test_tokens_stay_whole_numbers(tmp_path):
 
 
 class Trap:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return pytest.fail, ("it was unpickled",)
 
 
@@ -216,7 +211,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, text):
     data_error(text, pair, tmp_path, **arrays)
 
 
-def rewritten(content: bytes, **options: int) -> bytes:
+def rewritten(content, **options):
     """Return the members of an archive, written again as zipfile is told."""
     result = io.BytesIO()
     with (
@@ -228,7 +223,7 @@ def rewritten(content: bytes, **options: int) -> bytes:
     return result.getvalue()
 
 
-def altered(content: bytes, place: int, byte: int) -> bytes:
+def altered(content, place, byte):
     return content[:place] + bytes([byte]) + content[place + 1 :]
 
 
@@ -393,7 +388,7 @@ def test_labels_must_fit_the_images(idx_folder, idx_parts, labels, text):
 # ---- CIFAR-10 ----
 
 
-def records(labels: list[int], seed: int = 0) -> bytes:
+def records(labels, seed=0):
     pixels = (
         np.random.default_rng(seed).integers(0, 256, (len(labels), RECORD - 1)).astype(np.uint8)
     )
@@ -410,7 +405,7 @@ def cifar(tmp_path):
     return tmp_path
 
 
-def archive(folder: Path, **members: bytes) -> Path:
+def archive(folder, **members):
     path = folder / CIFAR_ARCHIVE
     with tarfile.open(path, "w:gz") as out:
         for name, content in members.items():
@@ -494,7 +489,7 @@ def test_damaged_cifar_archive_is_named(tmp_path, damage):
 
 
 # ---------------------------------------------------------------- folders of images
-def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]):
+def drawn(folder, classes, shape):
     """Save images of one brightness each, by class."""
     images = pytest.importorskip("PIL.Image")
     for name, value in classes.items():

@@ -2,9 +2,7 @@
 installed.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +23,13 @@ def assert_same(*batches):
 class Counted:
     """A map-style data set, which counts how often an item is read."""
 
-    def __init__(self, item: Callable[[int], Any]):
+    def __init__(self, item):
         self.item, self.read = item, [0] * 7
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
-    def __getitem__(self, i: int):
+    def __getitem__(self, i):
         self.read[i] += 1
         return self.item(i)
 
@@ -39,14 +37,14 @@ class Counted:
 class Frame:
     """What pandas' and polars' DataFrames have in common."""
 
-    def __init__(self, table: dict[str, Any]):
+    def __init__(self, table):
         self.table = table
 
     @property
-    def columns(self) -> list[str]:
+    def columns(self):
         return [*self.table]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.table[self.columns[0]])
 
     def __getitem__(self, key):

@@ -17,7 +17,7 @@ from tests.harness.refusals import usage_error
 AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))
 
 
-def made_up(n: int = 23) -> Dataset:
+def made_up(n=23):
     x = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 1)).astype(np.uint8)
     return Dataset("made up", x, np.arange(n) % 3, 3, 1 / 255)
 
@@ -43,7 +43,7 @@ def test_batch_holds_what_the_sampler_says():
         assert batch.first_row == (4 if number < 2 else 1)
 
 
-def joined(parts: list[list[Batch]], field: str) -> list[np.ndarray]:
+def joined(parts, field):
     return [
         np.concatenate([getattr(batch, field) for batch in batches])
         for batches in zip(*parts, strict=True)
@@ -121,7 +121,7 @@ def test_large_batch_size_gives_one_batch_of_everything(size):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_threads_change_nothing(workers):
-    def run(workers: int) -> list[Batch]:
+    def run(workers):
         return list(Loader(made_up(), 2, seed=3, transform=AUGMENT, workers=workers).epoch(1))
 
     for threaded, plain in zip(run(workers), run(0), strict=True):
@@ -147,7 +147,7 @@ def test_without_shuffling_the_order_is_that_of_the_set():
 
 @pytest.mark.usefixtures("no_threads_left")
 def test_exception_of_the_transform_reaches_the_consumer():
-    def fail(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    def fail(x, indices, epoch, seed):
         if 7 in indices:
             raise RuntimeError("seven")
         return x
@@ -162,7 +162,7 @@ def test_exception_of_the_transform_reaches_the_consumer():
 def test_transform_is_keyed_by_seed_epoch_and_index():
     data, seen = made_up(), []
 
-    def watch(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    def watch(x, indices, epoch, seed):
         seen.append((indices.tolist(), epoch, seed))
         return x
 
@@ -339,7 +339,7 @@ def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world):
         )
         plain = Loader(LABELLED, 10, rank=rank, world=world, microbatches=2, workers=0)
         local = set(loader.order(7)[loader._owners == rank].tolist())
-        seen = Counter[int]()
+        seen = Counter()
         for epoch in range(2):
             for batch, other in zip(loader.epoch(epoch), plain.epoch(epoch), strict=True):
                 assert (batch.cuts, batch.global_rows, len(batch.y)) == (

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_threads_left")
 numbers = partial(Prefetch, lambda i: i, range(100), workers=2)
 
 
-def is_waiting(thread: threading.Thread) -> bool:
+def is_waiting(thread):
     """Return whether a thread waits for an item."""
     assert thread.ident is not None
     caller = sys._current_frames()[thread.ident].f_back
@@ -28,7 +27,7 @@ def is_waiting(thread: threading.Thread) -> bool:
 @pytest.mark.parametrize("workers", [0, 1, 5])
 @pytest.mark.parametrize("ahead", [1, 50])
 def test_items_come_in_order(workers, ahead):
-    def make(i: int) -> int:
+    def make(i):
         time.sleep(0.001 * (i % 3))  # later items are often ready before earlier ones
         return i * i
 
@@ -57,7 +56,7 @@ def test_no_more_than_ahead_items_wait(workers, ahead):
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_exception_comes_at_its_item_and_ends_the_threads(workers):
-    def make(i: int) -> int:
+    def make(i):
         if i == 5:
             raise KeyError("five")
         return i
@@ -91,15 +90,15 @@ def test_items_are_sent_in_order_and_an_error_waits_for_its_turn(workers):
     """A made item is sent before the one ahead of it is returned, if threads make it."""
     log = []
 
-    def make(i: int) -> int:
+    def make(i):
         if i == 5:
             raise KeyError("five")
         return i
 
-    def send(item: int) -> Callable[[], int]:
+    def send(item):
         log.append(item)
 
-        def arrive() -> int:
+        def arrive():
             log.append(f"{item} arrives")
             return 10 * item
 
@@ -144,7 +143,7 @@ def test_forgotten_iterator_stops_its_threads():
 def test_interrupt_while_waiting_stops_everything():
     begun, interrupted = threading.Event(), threading.Event()
 
-    def make(i: int) -> int:
+    def make(i):
         begun.set()
         interrupted.wait(10)
         return i

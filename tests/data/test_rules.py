@@ -1,9 +1,7 @@
 """Tables are read by rules: of file, columns and run; what two rules fit is refused."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,35 +10,33 @@ from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import Dataset, load
 from nnmpi.data.cells import split_words
 from nnmpi.data.dataset import split_indices
-from nnmpi.data.tables import READERS, Table, TableRules, read_csv, to_dataset
+from nnmpi.data.tables import READERS, TableRules, read_csv, to_dataset
 from tests.data.test_items import Frame
 from tests.harness.refusals import data_error, usage_error
 
 
-def write(folder: Path, lines: Sequence[str], name: str = "t.csv") -> Path:
+def write(folder, lines, name="t.csv"):
     path = folder / name
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def full(folder: Path, lines: Sequence[str], name: str = "t.csv", **options) -> Dataset:
+def full(folder, lines, name="t.csv", **options):
     rules = TableRules(**options)
     return to_dataset(read_csv(write(folder, lines, name), rules), "t", predicts="any")
 
 
-def other(
-    folder: Path, lines: Sequence[str], like: Dataset, labelled: bool = False, **options
-) -> Table:
+def other(folder, lines, like, labelled=False, **options):
     """Return another table, read by the rules of the first."""
     rules = TableRules(encoding=like.encoding, **options)
     return read_csv(write(folder, lines, "o.csv"), rules, labelled)
 
 
-def refused(folder: Path, match: str, lines: Sequence[str], **options):
+def refused(folder, match, lines, **options):
     data_error(match, full, folder, lines, **options)
 
 
-def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[str]:
+def column(cells, separator=",", name="v"):
     """Return a table with these cells in its first column."""
     rows = [f"{cell}{separator}{i % 7}{separator}{'xy'[i % 2]}" for i, cell in enumerate(cells)]
     return [f"{name}{separator}w{separator}kind", *rows]
@@ -104,7 +100,7 @@ def test_another_table_has_a_mark_of_its_own(tmp_path):
     data = full(tmp_path, lines)
     earlier = replace(data, encoding=tuple(replace(item, mark="") for item in data.encoding))
 
-    def first(lines: list[str], like: Dataset = data, **options) -> tuple[float, bool]:
+    def first(lines, like=data, **options):
         table = other(tmp_path, lines, like, **options)
         return float(table.features[-1, 0]), "the training table's decimal mark" in str(table.notes)
 
@@ -401,7 +397,7 @@ def test_oranges_header_lines_are_no_samples(tmp_path, third):
 TRAIN = ["h,W,y", *(f"{170 + i},{60 + i}.5,{'st'[i % 2]}" for i in range(20))]
 
 
-def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options) -> Table:
+def second(folder, lines, labelled=False, **options):
     return other(folder, lines, full(folder, TRAIN), labelled, **options)
 
 
@@ -475,7 +471,7 @@ def test_labels_that_are_no_classes_are_refused_or_said(tmp_path):
     stamps = ["a,k", *(f"{i % 3},{1_700_000_000 + i // 3}" for i in range(4000))]
     refused(tmp_path, "1334 different labels", stamps)
 
-    def arrays(y) -> Dataset:
+    def arrays(y):
         np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((len(y), 2)), y=y)
         return load(str(tmp_path / "a.npz"))[0]
 

@@ -4,26 +4,14 @@ kind.
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nnmpi import NnmpiError
 from nnmpi.base.errors import UsageError
-from nnmpi.data import (
-    Batch,
-    Loader,
-    Text,
-    TextSource,
-    Tokenizer,
-    load,
-    load_text,
-    load_tokenizer,
-    prepare_tokens,
-)
+from nnmpi.data import Loader, TextSource, load, load_text, load_tokenizer, prepare_tokens
 from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text
 from nnmpi.data.sampler import POOL, by_length
@@ -55,22 +43,22 @@ def txt(tmp_path):
     return write(tmp_path / "play.txt", "\n".join(LINES) + "\n")
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.write_bytes(text.encode())
     return path
 
 
-def loaded(path: Path, context: int, **options: object) -> tuple[Text, Text]:
+def loaded(path, context, **options):
     source = TextSource(str(path), **options)
     prepare_tokens(source)
     return load_text(source, context, seed=3, test_fraction=0.3)
 
 
-def first_batch(text: Text) -> Batch:
+def first_batch(text):
     return next(iter(Loader(text, 99, shuffle=False, workers=0).epoch(0)))
 
 
-def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
+def predicted(text, batch):
     """Yield what is read and what is predicted, where something is."""
     end = text.tokenizer.end
     for x, y in zip(batch.x, batch.y, strict=True):
@@ -286,7 +274,7 @@ def test_of_many_that_want_the_same_tokens_one_makes_them(txt, monkeypatch):
     made = []
     write_once = texts._fill
 
-    def slow(source: TextSource, folder: Path):
+    def slow(source, folder):
         made.append(folder)
         time.sleep(0.05)
         write_once(source, folder)
@@ -318,7 +306,7 @@ def pairs(tmp_path):
     return folder
 
 
-def tokenizers(pairs: Path) -> list[Tokenizer]:
+def tokenizers(pairs):
     return [ByteTokenizer(), CharacterTokenizer(TEXT), load_tokenizer(pairs)]
 
 

@@ -4,16 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError
-from nnmpi.data import (
-    ColorJitter,
-    Compose,
-    Cutout,
-    Dataset,
-    Flip,
-    Normalize,
-    Rotate,
-    Shift,
-)
+from nnmpi.data import ColorJitter, Compose, Cutout, Dataset, Flip, Normalize, Rotate, Shift
 from nnmpi.data.transform import integers
 from tests.harness.refusals import refuses, usage_error
 
@@ -25,11 +16,11 @@ ALL = [
 ]
 
 
-def images(rows: int = 24, side: int = 7, channels: int = 3) -> np.ndarray:
+def images(rows=24, side=7, channels=3):
     return np.random.default_rng(0).random((rows, side, side, channels), np.float32)
 
 
-def moved(image: np.ndarray, down: int, across: int) -> np.ndarray:
+def moved(image, down, across):
     """Return the image moved, written out pixel by pixel."""
     result = np.zeros_like(image)
     height, width = image.shape[:2]

@@ -17,6 +17,6 @@ def zeros(shape, dtype="float64"):
     return here(np.zeros(shape, dtype))
 
 
-def on_device() -> bool:
+def on_device():
     """Return whether this run's arrays are on a device."""
     return not isinstance(zeros(1), np.ndarray)

@@ -6,7 +6,6 @@ import importlib
 import sys
 from pathlib import Path
 
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import cupy_backend
 
 FOLDER = Path(__file__).parent / "fake"
@@ -27,11 +26,11 @@ def load():
     return result
 
 
-def _is_double(module) -> bool:
+def _is_double(module):
     return Path(module.__file__ or "").is_relative_to(FOLDER)
 
 
-def device_backend(local_rank: int = 0) -> Backend:
+def device_backend(local_rank=0):
     """Return nnmpi's own backend for CuPy, on the double."""
     settings = load().cuda.runtime.settings()
     hidden, settings.hidden = settings.hidden, False

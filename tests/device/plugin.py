@@ -16,11 +16,8 @@ runs there.
 
 import os
 import sys
-from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +51,7 @@ SAME += tuple(f"train/test_{name}.py" for name in ("simulated", "stall"))
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
 
-def pytest_addoption(parser: pytest.Parser):
+def pytest_addoption(parser):
     """Add --backend."""
     parser.addoption(
         "--backend",
@@ -64,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser):
     )
 
 
-def pytest_configure(config: pytest.Config):
+def pytest_configure(config):
     """Put the double in place before any test module is read."""
     words = "host_only(reason): runs on the host, whatever --backend says"
     config.addinivalue_line("markers", words)
@@ -72,7 +69,7 @@ def pytest_configure(config: pytest.Config):
         config.pluginmanager.register(Everywhere(), "nnmpi-everywhere")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Do not run once more what is the same on the double, unless it is named in the command."""
     same = config.getoption("--backend") == "fake" and collection_path in [
         TESTS_FOLDER / item for item in SAME
@@ -96,12 +93,12 @@ class Everywhere:
         self._array = cupy.ndarray
         self._backend = library.device_backend()
         self._on = False
-        self._host_only: list[str] = []
+        self._host_only = []
         sys.modules["cupy._array"].VIEWERS.append(self._is_test)  # type: ignore[attr-defined]
         self._put_backend()
         self._put_uploads()
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
+    def pytest_collection_modifyitems(self, config, items):
         """Note which tests stay on the host; --quick leaves them out, as any other run has them,
         and many cases.
         """
@@ -121,7 +118,7 @@ class Everywhere:
             terminalreporter.write_line(f"host only {self._host_only.count(words)}: {words}")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item):
         """Let the test be on the device, or on a machine that has none."""
         self._on = item.get_closest_marker("host_only") is None
         self._settings.hidden = not self._on
@@ -130,7 +127,7 @@ class Everywhere:
         finally:
             self._on = False
 
-    def _is_test(self, frame: FrameType | None) -> bool:
+    def _is_test(self, frame):
         """Return whether a frame, but for what stands between, is a test's."""
         if not self._on:
             return False
@@ -189,7 +186,7 @@ class Everywhere:
 
         return call
 
-    def _is_here(self, x) -> bool:
+    def _is_here(self, x):
         """Return whether x is a tensor on the device."""
         return isinstance(x, Tensor) and isinstance(x.data, self._array)
 
@@ -202,24 +199,23 @@ class Everywhere:
         return self._backend.asarray(np.ascontiguousarray(array.transpose(order))).transpose(back)
 
 
-def reason(item: pytest.Item) -> str:
+def reason(item):
     """Return why a test stays on the host."""
     marker = item.get_closest_marker("host_only")
-    assert marker is not None
     return str(marker.args[0])
 
 
-def module(frame: FrameType) -> str:
+def module(frame):
     """Return the name of a frame's module."""
     return str(frame.f_globals.get("__name__", ""))
 
 
-def is_tests(frame: FrameType) -> bool:
+def is_tests(frame):
     """Return whether the frame is the tests' own code."""
     return module(frame).startswith(TESTS)
 
 
-def from_test(frame: FrameType | None) -> list[Any]:
+def from_test(frame):
     """Return the arrays among the arguments with which a test called the engine."""
     outer = None
     while frame is not None and not is_tests(frame):
@@ -237,10 +233,10 @@ def from_test(frame: FrameType | None) -> list[Any]:
     ]
 
 
-def is_host(x) -> bool:
+def is_host(x):
     """Return whether x is an array of the host's."""
     return type(x) is np.ndarray
 
 
-def _is_among(x, given: list[Any]) -> bool:
+def _is_among(x, given):
     return is_host(x) and any(x is item or np.may_share_memory(x, item) for item in given)

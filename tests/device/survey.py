@@ -18,7 +18,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 SNAPSHOT = Path(__file__).parent / "fake" / "cupy" / "snapshot.json"
 MODULES = (
@@ -46,7 +45,7 @@ CLASSES = (
 HEAD = re.compile(r"^(?:\w+\.)?\w+\((?P<inside>.*)\)(?:\s*->.*)?$")
 
 
-def main() -> int:
+def main():
     """Write the snapshot."""
     text = json.dumps(survey(), indent=1, sort_keys=True) + "\n"
     if "--print" in sys.argv[1:]:
@@ -56,10 +55,10 @@ def main() -> int:
     return 0
 
 
-def survey() -> dict[str, Any]:
+def survey():
     """Return version, modules and classes of the installed CuPy."""
     cupy = importlib.import_module("cupy")
-    result: dict[str, Any] = {"version": cupy.__version__, "modules": {}, "classes": {}}
+    result = {"version": cupy.__version__, "modules": {}, "classes": {}}
     for name in MODULES:
         module = importlib.import_module(name)
         names = [item for item in dir(module) if not item.startswith("_")]
@@ -72,7 +71,7 @@ def survey() -> dict[str, Any]:
     return result
 
 
-def entry(value) -> str:
+def entry(value):
     """Return what a name stands for, in the words of this file's first lines."""
     if isinstance(value, type):
         return "type"
@@ -83,7 +82,7 @@ def entry(value) -> str:
     return f"{'ufunc' if type(value).__name__ == 'ufunc' else 'function'} {parameters(value)}"
 
 
-def parameters(function) -> str:
+def parameters(function):
     """Return the parameters, `name=` for one that has a default; "?" where nothing tells them."""
     try:
         return _of_signature(inspect.signature(function))
@@ -93,8 +92,8 @@ def parameters(function) -> str:
     return "?" if match is None else _of_text(match["inside"])
 
 
-def _of_signature(signature: inspect.Signature) -> str:
-    words: list[str] = []
+def _of_signature(signature):
+    words = []
     before = None
     for parameter in signature.parameters.values():
         if parameter.name in ("self", "cls"):
@@ -112,7 +111,7 @@ def _of_signature(signature: inspect.Signature) -> str:
     return ", ".join(words + ["/"] * (before is inspect.Parameter.POSITIONAL_ONLY))
 
 
-def _of_text(inside: str) -> str:
+def _of_text(inside):
     """Return the same from Cython's text, in which types stand before names."""
     inside = re.sub(r"\[, (out1, out2)\]", "", inside.replace("\\*", "*")).replace(
         "[, out=(None, None)]", ", out=None"

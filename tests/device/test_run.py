@@ -5,14 +5,12 @@ failures in words.
 import json
 import os
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.device.library import FOLDER
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import mpirun, run
 from tests.harness.slow import ONCE_MORE, once_more
 from tests.train.jobs import ROOT
 
@@ -45,7 +43,7 @@ LAYOUTS = {
 }
 
 
-def train(folder: Path, backend: str, words: str, ranks: int = 1, **environ: str) -> Ending:
+def train(folder, backend, words, ranks=1, **environ):
     """Run the command, with the double of CuPy where it is to be on a device."""
     start = mpirun(ranks) if ranks > 1 else []
     command = [*start, sys.executable, "-m", "nnmpi.train", "--backend", backend, *words.split()]
@@ -54,7 +52,7 @@ def train(folder: Path, backend: str, words: str, ranks: int = 1, **environ: str
     return run(command, folder / "output", 120.0, given, cwd=folder)
 
 
-def verify(folder: Path, words: str, ranks: int, double: bool) -> Ending:
+def verify(folder, words, ranks, double):
     """Run the command that compares a layout with one rank, with the double of CuPy or without."""
     command = [*mpirun(ranks), sys.executable, "-m", "nnmpi", "verify", *words.split()]
     paths = [str(ROOT), *([str(FOLDER)] if double else [])]
@@ -63,7 +61,7 @@ def verify(folder: Path, words: str, ranks: int, double: bool) -> Ending:
     )
 
 
-def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
+def records(out, kind="train"):
     """Return what a run has recorded of a kind."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.gpu import command, measure, tables, train
 from benchmarks.gpu.cases import BF16, CASES, COMPILED, EAGER, OURS, PEERS, TF32, TINY, TORCH
-from benchmarks.gpu.trainer import DeviceTrainer
 from tests.device.library import device_backend
 from tests.harness.refusals import usage_error
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.host_only("the benchmark has a device of its own")
 TIMING = measure.Timing(rounds=2, block_s=1e-9)
 
 
-def row(name: str, seconds: float, part: int = 0, **more) -> measure.Row:
+def row(name, seconds, part=0, **more):
     """Return a row of a case as it is measured."""
     blocks = [seconds, seconds, 3 * seconds]
     fixed = {"case": "a", "mode": TF32, "batch": 8, "part": part, "name": name}
@@ -69,12 +68,12 @@ def test_a_wrong_step_and_a_failed_one_are_named(monkeypatch):
     case, device = TINY["lenet5"], device_backend()
     made = dict(measure.makers(case, TF32, OURS, device, None))
 
-    def wrong() -> DeviceTrainer:
+    def wrong():
         trainer = right()
         trainer._model.zero_grad = lambda: None
         return trainer
 
-    def failed() -> DeviceTrainer:
+    def failed():
         raise MemoryError("no memory")
 
     right, made[COMPILED], made["more"] = made[COMPILED], wrong, failed

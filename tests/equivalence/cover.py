@@ -56,7 +56,7 @@ class Case:
     allreduce: str = "auto"
     memory: str | None = None
 
-    def __str__(self) -> str:
+    def __str__(self):
         """Return it as the test's name."""
         named = f"{self.model} dp {self.dp} pp {self.pp} tp {self.tp}"
         named += f" {self.schedule}" if self.pp > 1 else ""
@@ -67,22 +67,22 @@ class Case:
         )
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
+    def mesh(self):
         """The degrees of parallelism."""
         return self.dp, self.pp, self.tp
 
     @property
-    def kind(self) -> tuple[bool, bool, bool]:
+    def kind(self):
         """Which axes have more than one rank."""
         return self.dp > 1, self.pp > 1, self.tp > 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self):
         """The layout, cut unevenly and always in the same places."""
         return spread(SETUPS[self.model], self.mesh, self.schedule, activation_memory=self.memory)
 
 
-def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:
+def meshes(world, most=MOST_STAGES):
     """Return every (dp, pp, tp) of so many ranks that a model of at least so many layers can be cut
     for.
     """
@@ -92,7 +92,7 @@ def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:
     ]
 
 
-def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
+def uneven(setup, stages):
     """Return numbers of layers for the stages of a setup's model, the last two layers of each
     second one moved on.
     """
@@ -105,7 +105,7 @@ def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options) -> Layout:
+def spread(setup, mesh, schedule, **options):
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
     Ranks have two stages each under the interleaved schedule, or three where there are two ranks;
@@ -122,7 +122,7 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options) -
     )
 
 
-def kinds(world: int, setup: Setup, **options) -> list[Layout]:
+def kinds(world, setup, **options):
     """Return a layout of each kind that so many ranks have, under the schedules in turn."""
     chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, layers(setup))}
     result = []
@@ -132,28 +132,28 @@ def kinds(world: int, setup: Setup, **options) -> list[Layout]:
     return result
 
 
-def layers(setup: Setup) -> int:
+def layers(setup):
     """Return into how many layers a setup's model opens."""
     return len(
         open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options))
     )
 
 
-def cases(world: int) -> list[Case]:
+def cases(world):
     """Return the runs for a number of ranks."""
     if world in WORLDS:
         return [case for case in _all() if case.dp * case.pp * case.tp == world]
     return [_in_turn(number, mesh) for number, mesh in enumerate(meshes(world))]
 
 
-def _in_turn(number: int, mesh: tuple[int, int, int]) -> Case:
+def _in_turn(number, mesh):
     model, schedule = MODELS[number % len(MODELS)], SCHEDULES[number % len(SCHEDULES)]
     algorithm = ALGORITHMS[number % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
     return Case(model, *mesh, schedule, algorithm, memory=MEMORIES[number % 2])
 
 
 @cache
-def _all() -> tuple[Case, ...]:
+def _all():
     result = []
     seen = {}
     for mesh in (mesh for world in WORLDS for mesh in meshes(world)):

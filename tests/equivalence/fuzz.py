@@ -10,10 +10,9 @@ import random
 import sys
 import tempfile
 from math import prod
-from typing import Any
 
 import nnmpi
-from nnmpi import Group, Layout, simulate
+from nnmpi import Layout, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.schedule.schedules import TRAINING
@@ -32,7 +31,7 @@ SETUPS = {
 MOST_RANKS = 12
 
 
-def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def draw(rng):
     """Return a setup's name, a layout's options, and a worker's."""
     name = rng.choice([*SETUPS])
     text = name in ("gpt", "experts")
@@ -71,7 +70,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return name, layout, worker
 
 
-def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]):
+def _split(rng, setup, layout):
     """Return the number of layers of each stage."""
     dataset = setup.data()
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
@@ -90,7 +89,7 @@ def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]):
     return tuple(b - a for a, b in zip([0, *edges], [*edges, layers], strict=True))
 
 
-def try_one(seed: int, group: Group | None = None) -> tuple[str, str]:
+def try_one(seed, group=None):
     """Return the outcome of a drawn mix, and its description; empty for other ranks' numbers.
 
     Args:
@@ -120,7 +119,7 @@ def try_one(seed: int, group: Group | None = None) -> tuple[str, str]:
     return ("equal" if not found else f"DIFFERS: {found[:2]}"), what
 
 
-def main() -> int:
+def main():
     """Try the drawn mixes."""
     count, first = (*map(int, sys.argv[1:]), 0)[:2]
     world, wrong = nnmpi.start(), 0

@@ -7,7 +7,6 @@ their own size.
 
 import os
 import signal
-from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -44,7 +43,7 @@ from nnmpi.nn import (
 COLUMN, ROW = Sharding.COLUMN, Sharding.ROW
 
 
-def skipping(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def skipping(sample_shape, classes):
     """Return a model whose skip connections overlap, and one of which begins at the input.
 
     in -- 0 -- 12 -- 12 -- 12 -- 9 ------- 9 -- 9 -- out
@@ -80,7 +79,7 @@ def skipping(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def nested(sample_shape, classes):
     """Return a residual block in a residual block, and a shortcut with parameters."""
     channels = sample_shape[-1]
     inner = Residual(Sequential(Conv2d(4, 4, 3, padding=1, bias=False), BatchNorm(4)))
@@ -92,7 +91,7 @@ def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def decoding(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def decoding(sample_shape, classes):
     """Return layers that few models have: convolutions of each channel and backwards, groups,
     channels that go.
     """
@@ -112,7 +111,7 @@ def decoding(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def reading(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def reading(sample_shape, classes):
     """Return a model of texts with a GRU, whole attention and a convolution over time."""
     return Sequential(
         Embedding(classes, 6),
@@ -123,13 +122,13 @@ def reading(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     )
 
 
-def branched(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def branched(sample_shape, classes):
     """Return a model of two unequal towers, with running statistics, between layers that no branch
     has.
     """
     channels = sample_shape[-1]
 
-    def tower(width: int, features: int) -> Sequential:
+    def tower(width, features):
         conv = Conv2d(channels, width, 3, padding=1, bias=False)
         return Sequential(
             conv, BatchNorm(width), ReLU(), GlobalAvgPool2d(), Linear(width, features)
@@ -141,7 +140,7 @@ def branched(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     )
 
 
-def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def tied(sample_shape, classes):
     """Return a model with one layer at three places, and one parameter in two layers."""
     shared, other, twin = Linear(12, 12), Linear(12, 12), Linear(12, 12)
     twin.bias = other.bias
@@ -168,10 +167,10 @@ def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 class Fork(Module):
     """x -> (x W, x, the place of its largest element as integers)."""
 
-    def __init__(self, features: int):
+    def __init__(self, features):
         self.linear = Linear(features, features)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x):
         """Return three tensors, the last of which has no gradient."""
         return self.linear(x), x, Tensor(x.data.argmax(axis=1))
 
@@ -182,7 +181,7 @@ class Cross(Module):
     def __init__(self):
         self.tanh = Tanh()
 
-    def forward(self, both: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, both):
         """Return three tensors."""
         a, b, places = both
         return b + self.tanh(a), a, places
@@ -191,16 +190,16 @@ class Cross(Module):
 class Join(Module):
     """(a, b, places) -> a b + a row of a table for the places."""
 
-    def __init__(self, features: int):
+    def __init__(self, features):
         self.table = Embedding(features, features)
 
-    def forward(self, all_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def forward(self, all_):
         """Return one tensor again."""
         a, b, places = all_
         return a * b + self.table(places)
 
 
-def tupled(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def tupled(sample_shape, classes):
     """Return a model between whose layers tuples pass, with integers among them."""
     layers = [
         Flatten(),
@@ -217,7 +216,7 @@ def tupled(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def words(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def words(sample_shape, classes):
     """Return a model of integers: each pixel's brightness, 0..16, is a word."""
     entries, features = 17, 3
     model = Sequential(
@@ -235,7 +234,7 @@ def words(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def noisy(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def noisy(sample_shape, classes):
     """Return a model with dropout and batch statistics all over."""
     layers = [Flatten()]
     features = prod(sample_shape)
@@ -250,7 +249,7 @@ def noisy(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 class Selecting(Module):
     """Keeps as many features as the data say: what no pipeline can agree on beforehand."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the first columns of x."""
         return x[:, : 1 + int(np.abs(x.data).sum() * 1000) % 7]
 
@@ -260,7 +259,7 @@ class Dying(Module):
 
     calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return x."""
         self.calls += 1
         if self.calls == 2:
@@ -271,20 +270,20 @@ class Dying(Module):
 class Mean(Module):
     """The mean over the features, as one feature."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return (batch, 1)."""
         return x.mean(axis=1).reshape(x.shape[0], 1)
 
 
-def flat(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def flat(sample_shape, classes):
     """Return a model whose first layer has no parameters."""
     return Sequential(Flatten(), Linear(prod(sample_shape), classes))
 
 
-def faulty(kind: type[Module]) -> Callable[..., Sequential]:
+def faulty(kind):
     """Return what builds a model of four layers, the second of which is of this kind."""
 
-    def build(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    def build(sample_shape, classes):
         first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
         return Sequential(Whole(first), kind(), Mean(), Linear(1, classes))
 
@@ -294,22 +293,22 @@ def faulty(kind: type[Module]) -> Callable[..., Sequential]:
 class Whole(Module):
     """A module that is not cut."""
 
-    def __init__(self, inner: Module):
+    def __init__(self, inner):
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the inner module's result."""
         return self.inner(x)
 
 
-def halves(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def halves(sample_shape, classes):
     """Return a model whose outputs, the logits of classes, may stand on several ranks."""
     model = Sequential(Flatten(), Linear(prod(sample_shape), 23), ReLU(), Linear(23, classes))
     model.sharding = {"1": Sharding.REPLICATED, "3": Sharding.VOCAB}
     return model
 
 
-def numeric(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def numeric(sample_shape, classes):
     """Return a model of two quantities, whatever the classes."""
     model = Sequential(
         Flatten(), Linear(prod(sample_shape), 11), Tanh(), Linear(11, 7), Tanh(), Linear(7, 2)
@@ -318,7 +317,7 @@ def numeric(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-def perceiving(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+def perceiving(sample_shape, classes):
     """Return a model of tokens with a tower for each position, and its output's table cut."""
     model = Sequential(Embedding(classes, 6), Linear(6, 5), Tanh(), Linear(5, classes))
     model.sharding = {"1": COLUMN, "3": Sharding.VOCAB}
@@ -328,15 +327,15 @@ def perceiving(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 class Free(Module):
     """A model that is no chain, as users write them."""
 
-    def __init__(self, features: int, classes: int):
+    def __init__(self, features, classes):
         self.flat, self.first, self.last = Flatten(), Linear(features, 7), Linear(7, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the logits."""
         return self.last(self.first(self.flat(x)))
 
 
-def free(sample_shape: tuple[int, ...], classes: int) -> Module:
+def free(sample_shape, classes):
     """Return a model that is one link."""
     return Free(prod(sample_shape), classes)
 

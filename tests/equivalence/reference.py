@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import Group, Layout, Worker, arrange, models, optim
+from nnmpi import Worker, arrange, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.base import clock
 from nnmpi.compose.losses import SumCrossEntropy
 from nnmpi.compose.state import gradient_state
-from nnmpi.compose.stats import Totals
-from nnmpi.data import Batch, Dataset, Loader, load
+from nnmpi.data import Loader, load
 from nnmpi.data.dataset import Samples
 from nnmpi.nn import Module
 from tests.device.here import on_device
@@ -29,7 +28,7 @@ SAMPLES, BATCH_SIZE, STEPS = 90, 29, 5
 
 
 @cache
-def digits() -> Dataset:
+def digits():
     """Return the first samples of the bundled digits' training part."""
     train, _ = load("digits")
     return train.take(np.arange(SAMPLES))
@@ -79,7 +78,7 @@ _under_way = []  # what simulated ranks of this process compute
 LOOK_S = 0.01
 
 
-def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options) -> Run:
+def run(setup, group, layout=None, **worker_options):
     """Train for some steps on the group; layout and worker options say how, and must not change
     what.
     """
@@ -104,7 +103,7 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
     )
 
 
-def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worker_options) -> Run:
+def serial_run(setup, alone, layout=None, **worker_options):
     """Return the run of one rank, made by the first test that asks for it; not to be changed."""
     expected = (setup, layout, worker_options, on_device())
     while expected in _under_way:
@@ -121,14 +120,7 @@ def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worke
     return result
 
 
-def build(
-    setup: Setup,
-    group: Group,
-    layout: Layout | None = None,
-    counts: bool = False,
-    replays: bool = True,
-    **worker_options,
-) -> Worker:
+def build(setup, group, layout=None, counts=False, replays=True, **worker_options):
     """Return a worker with a new model.
 
     Args:
@@ -157,18 +149,18 @@ def build(
     return worker
 
 
-def place(worker: Worker) -> tuple[int, int]:
+def place(worker):
     """Return which part of each batch a rank takes, and of how many."""
     return worker.arrangement.data_rank, worker.arrangement.data_ranks
 
 
-def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
+def batches(setup, worker):
     """Yield a rank's parts of the batches, epoch after epoch."""
     full = worker.arrangement.layout.fixed
     yield from parts(setup, *place(worker), full)
 
 
-def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> Iterator[Batch]:
+def parts(setup, rank=0, world=1, whole=False):
     """Yield a part of each batch, or all of it."""
     options = {
         "microbatches": setup.microbatches,
@@ -182,7 +174,7 @@ def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> I
             yield replace(batch, x=setup.prepare(batch.x))
 
 
-def evaluate(setup: Setup, worker: Worker) -> Totals:
+def evaluate(setup, worker):
     """Return the evaluation of all samples."""
     rank, world = place(worker)
     loader = Loader(
@@ -191,13 +183,13 @@ def evaluate(setup: Setup, worker: Worker) -> Totals:
     return worker.evaluate(replace(batch, x=setup.prepare(batch.x)) for batch in loader.epoch(0))
 
 
-def release(worker: Worker):
+def release(worker):
     """Give back what a worker holds of MPI: many follow one another here. Collective."""
     worker.release()
     worker.arrangement.mesh.free()
 
 
-def gather_gradient(worker: Worker) -> dict[str, Array]:
+def gather_gradient(worker):
     """Return the gradient that the last step used, of the whole model; with a layout on rank 0
     alone.
 
@@ -215,7 +207,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
 GROWTH = {"sgd": 2.0, "adam": 4.0, "adamw": 4.0, "muon": 4.0}
 
 
-def tolerance(dtype: str, steps: int, optimizer: str) -> float:
+def tolerance(dtype, steps, optimizer):
     """Return how far apart two orders of summation may be after some steps, relative to the largest
     value.
 
@@ -225,7 +217,7 @@ def tolerance(dtype: str, steps: int, optimizer: str) -> float:
     return 30 * float(np.sqrt(SAMPLES)) * float(np.finfo(dtype).eps) * GROWTH[optimizer] ** steps
 
 
-def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -> list[str]:
+def differences(parallel, serial, setup, exact=False):
     """Return in words what differs by more than the tolerance, or at all; an empty list for equal
     runs.
     """
@@ -253,9 +245,7 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
     return result
 
 
-def assert_same(
-    group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str, exact: bool = False
-):
+def assert_same(group, parallel, serial, setup, what, exact=False):
     """Fail on all ranks if a run differs from the serial one, which rank 0 has."""
     result = differences(parallel, serial, setup, exact) if serial is not None else []
     everyones = group.gather([result, parallel.losses, parallel.norms])

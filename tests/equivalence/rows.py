@@ -11,14 +11,11 @@ from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from nnmpi import Layout, models
-from nnmpi.backend.array import Array
 from nnmpi.compose.losses import ERRORS
 from nnmpi.data import IGNORED, Dataset
 from nnmpi.data.dataset import Samples
-from nnmpi.nn import Module
 from tests.equivalence import own
 from tests.equivalence.cover import (
     ALGORITHMS,
@@ -51,25 +48,23 @@ class Sentences(Samples):
         self.y[3] = IGNORED
 
     @property
-    def targets(self) -> NDArray[np.int64]:
+    def targets(self):
         """How many tokens of each are to be predicted."""
         return (self.y >= 0).sum(1)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self):
         """How many tokens each has."""
         return self.ends
 
-    def __len__(self) -> int:
+    def __len__(self):
         return COUNT
 
-    def rows(
-        self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None
-    ) -> Array:
+    def rows(self, indices, dtype="float32", length=None):
         """Return tokens."""
         return self.x[indices, :length]
 
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
+    def labels(self, indices, length=None):
         """Return those that come next."""
         return self.y[indices, :length]
 
@@ -78,41 +73,41 @@ sentences = cache(Sentences)
 
 
 @cache
-def tokens() -> Dataset:
+def tokens():
     """Return the sentences with their padding: all have the same length."""
     return Dataset("tokens", sentences().x.astype(np.uint16), sentences().y, TOKENS)
 
 
 @cache
-def numbers() -> Dataset:
+def numbers():
     """Return the digits with two quantities to predict: the brightness of each half."""
     y = digits().rows(np.arange(len(digits())))[..., 0].reshape(-1, 2, 32).mean(-1)
     return replace(digits(), y=y.astype(np.float32), classes=0)
 
 
-def gpt(*_, heads: int = 5, features: int = 10, **more) -> Module:
+def gpt(*_, heads=5, features=10, **more):
     """Return a small language model of attention."""
     return models.gpt(
         TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1, **more
     )
 
 
-def lstm(*_, tied: bool = True) -> Module:
+def lstm(*_, tied=True):
     """Return one of long short-term memory."""
     return models.lstm(TOKENS, features=9 + tied, layers=2 + tied, dropout=0.1, tied=tied)
 
 
-def few_tokens(*_) -> Module:
+def few_tokens(*_):
     """Return one that multiplies its table: of fewer tokens than features."""
     return models.lstm(TOKENS, features=TOKENS + 1)
 
 
-def replicas(ranks: int, _: Setup) -> list[Layout | None]:
+def replicas(ranks, _):
     """Return data parallelism, said and not said."""
     return [None, Layout(dp=ranks)]
 
 
-def everything(ranks: int, setup: Setup) -> list[Layout | None]:
+def everything(ranks, setup):
     """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every
     second one.
     """
@@ -124,17 +119,17 @@ def everything(ranks: int, setup: Setup) -> list[Layout | None]:
     return result
 
 
-def recomputed(ranks: int, setup: Setup) -> list[Layout | None]:
+def recomputed(ranks, setup):
     """Return pipelines that keep as little as possible."""
     return [layout for layout in kinds(ranks, setup, activation_memory="least") if layout.pp != 1]
 
 
-def sharded_classes(ranks: int, _: Setup) -> list[Layout | None]:
+def sharded_classes(ranks, _):
     """Return layers that all ranks, or those of a stage, share."""
     return [Layout(dp=1, pp=pp, tp=ranks // pp) for pp in (1, 2) if ranks % pp == 0]
 
 
-def each_layer(ranks: int, setup: Setup) -> list[Layout | None]:
+def each_layer(ranks, setup):
     """Return pipelines whose cuts stand at every layer, so that all but one or two are cut
     before.
     """
@@ -145,7 +140,7 @@ def each_layer(ranks: int, setup: Setup) -> list[Layout | None]:
     ]
 
 
-def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
+def single_layers(ranks, setup):
     """Return pipelines of one layer a stage: the first flattens, another is an activation alone."""
     result = [mesh for mesh in meshes(ranks, layers(setup)) if mesh[1] > 1 and mesh[2] == 1]
     return [
@@ -153,7 +148,7 @@ def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
     ]
 
 
-def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
+def parts_at_cuts(ranks, setup):
     """Return a stage that begins with a layer which marks what comes to it as the rank's part: a
     dropout.
     """
@@ -162,7 +157,7 @@ def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
     )
 
 
-def experts(ranks: int, _: Setup) -> list[Layout | None]:
+def experts(ranks, _):
     """Return replicas that have all experts, share out what they have, and share out the
     experts.
     """
@@ -173,17 +168,17 @@ def experts(ranks: int, _: Setup) -> list[Layout | None]:
     ]
 
 
-def stages_of_zero(ranks: int, _: Setup) -> list[Layout | None]:
+def stages_of_zero(ranks, _):
     """Return each stage of ZeRO, in units as small as may be."""
     return [Layout(dp=ranks, zero=stage, unit_bytes=1) for stage in (1, 2, 3)]
 
 
-def gpipes(ranks: int, setup: Setup) -> list[Layout | None]:
+def gpipes(ranks, setup):
     """Return GPipe for each (dp, pp, tp)."""
     return [spread(setup, mesh, "gpipe") for mesh in meshes(ranks, layers(setup))]
 
 
-def fixed(ranks: int, _: Setup) -> list[Layout | None]:
+def fixed(ranks, _):
     """Return replicas whose sums have a fixed order."""
     return [Layout(dp=ranks, reduction="fixed")]
 

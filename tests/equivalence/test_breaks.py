@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import mpirun, run
 from tests.harness.slow import once_more
 
 LIMIT_S = 60.0
@@ -25,7 +25,7 @@ run(Setup(own.faulty(getattr(own, sys.argv[1])), microbatches=4), group, layout)
 """
 
 
-def train(folder: Path, model: str, schedule: str) -> Ending:
+def train(folder, model, schedule):
     """Train on three ranks, in processes of their own."""
     script = folder / "job.py"
     script.write_text(SCRIPT)

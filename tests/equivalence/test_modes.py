@@ -18,7 +18,7 @@ def test_evaluating_between_steps_changes_nothing(group, alone):
     """
     setup = NOISY
 
-    def work(worker) -> list[float]:
+    def work(worker):
         result = []
         for batch in islice(batches(setup, worker), 4):
             report = evaluate(setup, worker)

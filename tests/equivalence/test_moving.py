@@ -8,8 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Worker, models
-from nnmpi.backend.array import Array
+from nnmpi import Layout, models
 from tests.equivalence import own
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import Setup, batches, build, release, tolerance
@@ -26,12 +25,12 @@ SETUPS = {
 }
 
 
-def steps(setup: Setup, worker: Worker, first: int, last: int) -> list[float]:
+def steps(setup, worker, first, last):
     """Do these steps of the run, and return their losses."""
     return [worker.step(batch).loss for batch in islice(batches(setup, worker), first, last)]
 
 
-def arrays(worker: Worker) -> dict[str, Array]:
+def arrays(worker):
     """Return the whole model's arrays and the optimizer's, on rank 0."""
     model, optimizer = worker.state()
     return model.to_dict() | {
@@ -39,9 +38,7 @@ def arrays(worker: Worker) -> dict[str, Array]:
     }
 
 
-def serial(
-    setup: Setup, group: Group, alone: Group, layout: Layout | None = None
-) -> tuple[list[float], dict[str, Array]]:
+def serial(setup, group, alone, layout=None):
     """Return the losses of the run of one rank, and its last arrays on rank 0, which does it."""
     if not group.is_root:
         return group.share(None), {}
@@ -49,7 +46,7 @@ def serial(
     return group.share(steps(setup, worker, 0, STEPS)), arrays(worker)
 
 
-def move(old: Worker, new: Worker):
+def move(old, new):
     """Give one worker's state to another, through the whole arrays on rank 0."""
     for mine, theirs in zip(old.state(), new.state(), strict=True):
         full = {}

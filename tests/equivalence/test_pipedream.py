@@ -14,9 +14,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor
-from nnmpi.backend.array import Array
-from nnmpi.data import Batch
+from nnmpi import Layout, Tensor
 from nnmpi.nn import training
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.ops import cross_entropy
@@ -35,7 +33,7 @@ SETUPS = {"skipping": Setup(own.skipping, microbatches=6, **SGD), "noisy": repla
 class Delayed:
     """The serial reference, for so many stages."""
 
-    def __init__(self, setup: Setup, split: tuple[int, ...]):
+    def __init__(self, setup, split):
         self.model = setup.model(digits().sample_shape, digits().classes).initialize(
             seed=5, dtype="float64"
         )
@@ -56,7 +54,7 @@ class Delayed:
         self.momentum = {name: np.zeros_like(value) for name, value in self.weights.items()}
         self.updates = 0
 
-    def step(self, batch: Batch) -> tuple[float, list[list[int]]]:
+    def step(self, batch):
         """Train on a batch; return the mean loss and each stage's staleness."""
         versions = [self.weights]
         delays = [len(self.stages) - 1 - stage for stage in range(len(self.stages))]
@@ -79,7 +77,7 @@ class Delayed:
         staleness = [[min(delay, m) for m in range(len(batch.cuts))] for delay in delays]
         return total / batch.global_rows, staleness
 
-    def _update(self, newest: dict[str, Array]) -> dict[str, Array]:
+    def _update(self, newest):
         result = {}
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
@@ -88,9 +86,7 @@ class Delayed:
         return result
 
 
-def trained(
-    setup: Setup, group: Group, layout: Layout
-) -> tuple[list[float], list[list[list[int]]], dict[str, Array]]:
+def trained(setup, group, layout):
     """Return the losses, every step's staleness on each rank, and the weights on every rank."""
     worker = build(setup, group, layout, synchronous_sends=True)
     reports = [worker.step(batch) for batch in islice(batches(setup, worker), STEPS)]

@@ -12,11 +12,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from nnmpi.backend.array import Array
 from nnmpi.models import cnn
 from tests.equivalence import own
 from tests.equivalence.cover import kinds
-from tests.equivalence.reference import Run, Setup, run, serial_run
+from tests.equivalence.reference import Setup, run, serial_run
 from tests.equivalence.rows import NOISY, replicas
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -25,11 +24,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # another way, and those differences are larger.
 GROWTH = {"cnn": 40, "tied": 3, "words": 3, "noisy": 4}
 
-SGD = {
-    "optimizer": "sgd",
-    "optimizer_options": {"momentum": 0.9},
-    "dtype": "float32",
-}
+SGD = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}, "dtype": "float32"}
 # Adam would divide small roundings by their own size
 CNN = Setup(cnn, {"hidden": (11, 9)}, microbatches=3, **SGD)
 # A setup, how it is spread, and what workers are told beside that.
@@ -49,7 +44,7 @@ ROWS = {
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
 
-def distance(ours: dict[str, Array], theirs: dict[str, Array], length: float) -> float:
+def distance(ours, theirs, length):
     """Return how far arrays are from others, relative to a length."""
     return (
         float(
@@ -59,12 +54,12 @@ def distance(ours: dict[str, Array], theirs: dict[str, Array], length: float) ->
     )
 
 
-def length(arrays: dict[str, Array]) -> float:
+def length(arrays):
     """Return the length of all arrays together."""
     return float(np.sqrt(sum((array.astype(float) ** 2).sum() for array in arrays.values())))
 
 
-def errors(parallel: Run, alone: Run, start: dict[str, Array]) -> dict[str, float]:
+def errors(parallel, alone, start):
     """Return relative errors of losses, the first gradient, and how far the weights moved."""
     moved = length({name: alone.weights[name] - start[name] for name in start})
     result = {
@@ -76,7 +71,7 @@ def errors(parallel: Run, alone: Run, start: dict[str, Array]) -> dict[str, floa
     return result
 
 
-def start(setup: Setup) -> dict[str, Array]:
+def start(setup):
     """Return the parameters and buffers before the first step."""
     return setup.model((8, 8, 1), 10, **setup.model_options).initialize(seed=5).state()
 

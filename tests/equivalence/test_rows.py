@@ -33,7 +33,7 @@ def test_it_is_the_serial_run(group, alone, name):
         )
 
 
-def name(case) -> str:
+def name(case):
     if isinstance(case, Setup):
         return case.model.__name__
     axes = [

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nnmpi import Group, Worker
+from nnmpi import Group
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.mpi import mpi_world
-from nnmpi.data import Batch
-from nnmpi.nn import Module
 from tests.equivalence import reference
 
 SETUP = reference.Setup(dtype="float32")
@@ -25,22 +23,22 @@ def ranks(group):
     return Group(group.comm)
 
 
-def build(group: Group, optimizer: str = "adamw", **options) -> Worker:
+def build(group, optimizer="adamw", **options):
     """Return a worker for the digits."""
     return reference.build(replace(SETUP, optimizer=optimizer), group, **options)
 
 
-def batches(group: Group) -> list[Batch]:
+def batches(group):
     """Return this rank's parts of an epoch's batches."""
     return [*islice(reference.parts(SETUP, group.rank, group.size), 4)]
 
 
-def train(worker: Worker, parts: list[Batch]) -> list[list[float]]:
+def train(worker, parts):
     """Return each step's loss and gradient length."""
     return [[report.loss, report.grad_norm] for report in map(worker.step, parts)]
 
 
-def weights(model: Module) -> str:
+def weights(model):
     """Return all weights, as text."""
     return b"".join(array.tobytes() for array in model.state().values()).hex()
 
@@ -93,7 +91,7 @@ def test_without_room_it_goes_another_way_and_says_so(ranks, way, after, monkeyp
     """
     left = SimpleNamespace(windows=after)
 
-    def free_bytes(need: int) -> int:
+    def free_bytes(need):
         left.windows -= 1
         return 0 if left.windows < 0 else mpi_world.ENDLESS
 

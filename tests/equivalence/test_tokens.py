@@ -10,10 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Sync, Tensor, Worker, nn, ops, simulate
-from nnmpi.backend.array import Array
+from nnmpi import AsynchronousWorker, Sync, Tensor, Worker, ops, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.compose.stats import Totals
 from nnmpi.data import IGNORED, Loader
 from tests.equivalence import own
 from tests.equivalence.rows import TIME, TOKENS, tokens
@@ -22,11 +20,11 @@ from tests.worker_options import sgd, work
 BATCH = 7
 
 
-def model() -> nn.Module:
+def model():
     return own.perceiving((TIME,), TOKENS).initialize(seed=0, dtype="float64")
 
 
-def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], Totals]:
+def trained(group, sync=None):
     """Return the weights after two epochs, and the first one's totals."""
     net = model()
     optimizer = sgd(net, 0.3)
@@ -81,7 +79,7 @@ def test_workers_that_meet_after_every_step_do(sync):
 
 
 def test_samples_of_ones_own_are_counted_over_all_workers():
-    def main(group: Group) -> tuple[int, tuple[int, ...]]:
+    def main(group):
         loader = Loader(tokens(), BATCH, group, partition="iid", microbatches=2)
         batch = list(loader.epoch(1))[1]
         return batch.own_targets, batch.targets

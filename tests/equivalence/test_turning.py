@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, arrange
+from nnmpi import Layout, arrange
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.compose.inference import Inference
 from nnmpi.models import mlp
@@ -40,7 +40,7 @@ def test_stages_there_and_back_give_the_serial_run(group, alone, name):
 def test_outputs_come_from_the_rank_of_the_last_stage(group):
     x = np.random.default_rng(0).normal(size=(7, 5))
 
-    def outputs(ranks: Group):
+    def outputs(ranks):
         layout = Layout(pp=ranks.size, pipeline="zb-v" if ranks.size > 1 else "1f1b")
         where = arrange(mlp([5], 3, [8] * 6), ranks, layout, x[:4], "float64")
         where.model.initialize(seed=0, dtype="float64")

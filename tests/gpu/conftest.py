@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
 from nnmpi.base.errors import LaunchError
 from nnmpi.base.launcher import read_launch
@@ -21,7 +20,7 @@ if INTERPRETED:
     interpreted.load()
 
 
-def mpi_missing() -> bool:
+def mpi_missing():
     """Return whether mpi4py finds no MPI library; nothing is started."""
     try:
         import_mpi()
@@ -33,7 +32,7 @@ def mpi_missing() -> bool:
 collect_ignore = ["test_ranks.py", "test_transports.py"] if mpi_missing() else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]):
+def pytest_collection_modifyitems(items):
     """Let `numpy_backend()` mean the host here, also where the whole suite runs on the double."""
     for item in items:
         if "tests/gpu/" in item.nodeid:
@@ -69,6 +68,6 @@ def real_device(device):
     return device
 
 
-def is_stand_in(backend: Backend) -> bool:
+def is_stand_in(backend):
     """Return whether the device is computed by NumPy."""
     return "tests/device/fake" in str(backend.xp.__file__)

@@ -2,18 +2,14 @@
 results are.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 
 from nnmpi import Tensor, use_precision
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import low_dtype
-from tests.gpu.table import Sample
 from tests.harness.slow import MORE_PRECISIONS, once_more
 
 FLOAT64, FLOAT32, TF32, BF16, FP16 = "float64", "float32", "tf32", "bf16", "fp16"
@@ -30,19 +26,19 @@ MODES = [
 TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 8e-3, BF16: 3e-2, FP16: 4e-3}
 
 
-def precise(mode: str):
+def precise(mode):
     """Return the context of a mode; float64 needs none."""
     return nullcontext() if mode in (FLOAT64, FLOAT32) else use_precision(mode)
 
 
-def rounded(values, mode: str):
+def rounded(values, mode):
     """Return float64 values that the mode's dtype has exactly."""
     low = low_dtype(mode) if mode in (BF16, FP16) else None
     dtype = low if low is not None else np.dtype(FLOAT64 if mode == FLOAT64 else FLOAT32)
     return np.asarray(values, np.float64).astype(dtype).astype(np.float64)
 
 
-def dtypes(sample: Sample, mode: str) -> list[Any]:
+def dtypes(sample, mode):
     """Return the dtype of each input: parameters are float32 whatever flows between layers."""
     wide = np.dtype(FLOAT64 if mode == FLOAT64 else FLOAT32)
     low = (low_dtype(mode) if mode in (BF16, FP16) else None) or wide
@@ -50,7 +46,7 @@ def dtypes(sample: Sample, mode: str) -> list[Any]:
     return [low] * count + [wide] * sample.parameters
 
 
-def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, Any]:
+def call(sample, backend, kinds):
     """Return the result of a call and its gradients, in host memory as float64, by name."""
     leaves = [
         Tensor(backend.asarray(np.asarray(values).astype(kind)), requires_grad=True)
@@ -75,9 +71,7 @@ def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, An
     }
 
 
-def differences(
-    found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float, least: float = 0.0
-) -> list[str]:
+def differences(found, right, tolerance, least=0.0):
     """Return in words which arrays are further apart than the tolerance, as a share of the right
     one's largest.
 
@@ -97,7 +91,7 @@ def differences(
     return words
 
 
-def exact(sample: Sample, mode: str) -> Sample:
+def exact(sample, mode):
     """Return the sample with inputs that the mode has exactly, so that only the computation
     rounds.
     """
@@ -107,6 +101,6 @@ def exact(sample: Sample, mode: str) -> Sample:
     return replace(sample, inputs=[rounded(x, mode) for x in sample.inputs], fixed=fixed)
 
 
-def no_waiting(refuse: bool = True):
+def no_waiting(refuse=True):
     """Refuse hidden synchronization inside the block, or allow it again, by CuPy's own switch."""
     return import_module("cupyx").allow_synchronize(not refuse)

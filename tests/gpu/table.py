@@ -43,50 +43,44 @@ class Sample:
     floats: int = 0
 
 
-def anywhere(*sizes: int, draw: np.random.Generator = DRAW):
+def anywhere(*sizes, draw=DRAW):
     """Return numbers between -2 and 2."""
     return draw.uniform(-2, 2, sizes)
 
 
-def positive(*sizes: int, draw: np.random.Generator = DRAW):
+def positive(*sizes, draw=DRAW):
     """Return numbers between 0.5 and 2."""
     return draw.uniform(0.5, 2, sizes)
 
 
-def nonzero(*sizes: int):
+def nonzero(*sizes):
     """Return numbers of both signs, at least 0.5 from 0."""
     return positive(*sizes) * DRAW.choice((-1.0, 1.0), sizes)
 
 
-def images(n: int, h: int, w: int, c: int):
+def images(n, h, w, c):
     """Return images of whole numbers that differ from all their neighbours, none of them 0."""
     places = np.indices((n, h, w, c))
     return ((3 * places[0] + 7 * places[1] + 13 * places[2] + 29 * places[3]) % 251 - 125.5) / 8
 
 
-def unary(public: str, function, domain=anywhere, name: str = "plain") -> Sample:
+def unary(public, function, domain=anywhere, name="plain"):
     """Return the row of a function of one array of any shape."""
     return Sample(public, name, function, [domain(ROWS, COLUMNS)])
 
 
-def layer(
-    public: str,
-    name: str,
-    function,
-    sizes: Sequence[tuple[int, ...]],
-    scale: float = 1.0,
-) -> Sample:
+def layer(public, name, function, sizes, scale=1.0):
     """Return the row of a function of samples and parameters."""
     inputs = [scale * anywhere(*size) for size in sizes]
     return Sample(public, name, function, inputs, (), len(sizes) - 1)
 
 
-def dense(public: str, function, form: str = "") -> list[Sample]:
+def dense(public, function, form=""):
     """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away
     from ReLU's kink.
     """
 
-    def row(name: str, leading: tuple[int, ...], bias: bool) -> Sample:
+    def row(name, leading, bias):
         signs = DRAW.choice((-1.0, 1.0), 67)
         weight = signs * positive(COLUMNS, 67) / 8
         inputs = [positive(*leading, COLUMNS), weight, *([signs * positive(67)] if bias else [])]
@@ -98,7 +92,7 @@ def dense(public: str, function, form: str = "") -> list[Sample]:
     return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
-def pooling(public: str, function) -> list[Sample]:
+def pooling(public, function):
     """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a
     border.
     """
@@ -120,7 +114,7 @@ def pooling(public: str, function) -> list[Sample]:
     ]
 
 
-def attending(heads: int, time: int, causal: bool, features: int = 20) -> Sample:
+def attending(heads, time, causal, features=20):
     """Return the row of packed self-attention; cuDNN has heads with a multiple of 8 features."""
     name = f"{time} {'causal' if causal else 'all'}{'' if features % 8 else ' in eights'}"
     return Sample(
@@ -131,7 +125,7 @@ def attending(heads: int, time: int, causal: bool, features: int = 20) -> Sample
     )
 
 
-def losses() -> list[Sample]:
+def losses():
     """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow
     dtypes.
     """

@@ -2,13 +2,11 @@
 lengths.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nnmpi import Group, Worker, models, optim, simulate
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi import Worker, models, optim, simulate
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.upload import resident
 from nnmpi.data import (
     Compose,
@@ -37,7 +35,7 @@ def test_batches_on_a_device_are_the_hosts(device, transform, dtype):
         assert (loader._held_by(device) is None) == (transform is not None)
 
 
-def require_same(loader: Loader, device: Backend, start: int = 0):
+def require_same(loader, device, start=0):
     """Compare an epoch's batches on a device with the host's."""
     names = ["cuts", "global_rows", "targets", "number", "epoch", "first", "microbatches"]
     with loader.epoch(1, start) as host, loader.epoch(1, start, device) as there:
@@ -53,7 +51,7 @@ def require_same(loader: Loader, device: Backend, start: int = 0):
     assert count == loader.batches_per_epoch
 
 
-def bytes_of(shape: tuple[int, ...], labels) -> Dataset:
+def bytes_of(shape, labels):
     """Return a data set of bytes: every other row of an array, so that its samples have gaps."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (2 * len(labels), *shape), dtype=np.uint8)[::2]
@@ -91,7 +89,7 @@ def test_a_data_set_stays_on_the_device(device, monkeypatch):
     """It is copied once; another data set, and another transform, are followed."""
     copied = []
 
-    def count(backend: Backend, array):
+    def count(backend, array):
         copied.append(array.nbytes)
         return resident(backend, array)
 
@@ -150,7 +148,7 @@ def test_padded_batches_give_the_hosts_numbers(device, sentences, tmp_path, monk
     prepare_tokens(source)
     train, test = load_text(source, 9)
 
-    def main(group: Group, backend: Backend) -> dict[str, Any]:
+    def main(group, backend):
         model = models.gpt(train.classes, 9, 6, 1, 2).initialize(
             seed=0, dtype="float64", backend=backend
         )

@@ -5,16 +5,12 @@ That is CUDA's documentation's word, and CuPy's own doing: no card has run these
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi import Tensor, ops
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.gemm import gemm
 from tests.gpu.conftest import DEVICE
 from tests.harness.refusals import refuses
@@ -38,7 +34,7 @@ class Play:
         device: the device.
     """
 
-    def __init__(self, device: Backend):
+    def __init__(self, device):
         self.xp = device.xp
         self.cuda = cuda = device.xp.cuda
         self.stream, self.other = (cuda.Stream(non_blocking=True) for _ in range(2))
@@ -46,7 +42,7 @@ class Play:
         self.x = device.asarray(np.arange(6.0).reshape(2, 3))
         cuda.get_current_stream().synchronize()
 
-    def capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+    def capture(self, function):
         """Return the graph of a function's work, and its result."""
         with self.stream, self.cuda.using_allocator(self.pool.malloc):
             self.stream.begin_capture(self.cuda.runtime.streamCaptureModeRelaxed)
@@ -61,7 +57,7 @@ class Play:
         graph.launch(self.stream)
         self.stream.synchronize()
 
-    def forked(self, waits: bool = True, joins: bool = True) -> Array:
+    def forked(self, waits=True, joins=True):
         """Return 8 x, computed in two streams."""
         xp, stream, other = self.xp, self.stream, self.other
         doubled = self.x * 2
@@ -82,7 +78,7 @@ def play(device):
     return Play(device)
 
 
-def step(play: Play) -> tuple[Array, ...]:
+def step(play):
     """Compute by functions, in place, in views, by a product, a sort and nnmpi's kernels."""
     xp, x = play.xp, play.x
     y = gemm(x, x.T)
@@ -199,7 +195,7 @@ def test_transfers_are_refused(play):
     if DEVICE is not None:
         refused["cuBLAS"] = [lambda: xp.matmul(x, x.T), lambda: xp.einsum("ij,ij->i", x, x)]
 
-    def compute() -> Array:
+    def compute():
         for words, functions in refused.items():
             for function in functions:
                 refuses((RuntimeError, NotImplementedError), words, function)
@@ -211,7 +207,7 @@ def test_transfers_are_refused(play):
     np.testing.assert_array_equal(y.get(), x.get() + 1)
 
 
-def waits(play: Play) -> Iterator[tuple[int, Callable[[], Any]]]:
+def waits(play):
     """Yield the errors of what cannot be in a graph, and what it is."""
     outside = play.cuda.get_current_stream().record()
     yield UNSUPPORTED, play.stream.synchronize
@@ -225,7 +221,7 @@ def test_waits_spoil_a_capture(play):
     for status, function in waits(play):
         seen = []
 
-        def compute(function: Callable[[], Any] = function, seen: list[Any] = seen):
+        def compute(function=function, seen=seen):
             with pytest.raises(error) as caught:
                 function()
             seen.append(caught.value.status)
@@ -244,7 +240,7 @@ def test_the_default_stream_and_captures(play):
     default, error = play.cuda.Stream.null, play.cuda.runtime.CUDARuntimeError
     refuses(RuntimeError, "default", default.begin_capture)
 
-    def beside() -> Array:
+    def beside():
         with default:
             return play.x + 1
 
@@ -270,7 +266,7 @@ def test_the_default_stream_and_captures(play):
 def test_memory_is_used_again_inside_a_capture(play):
     """A long chain takes the memory of a few arrays, and computes right."""
 
-    def chain() -> Array:
+    def chain():
         y = play.x
         for _ in range(20):
             y = y + 1
@@ -289,7 +285,7 @@ def test_memory_that_is_given_anew_is_not_written_before_its_turn(play):
     held = [given]
     del given
 
-    def compute() -> tuple[Array, Array]:
+    def compute():
         y = held.pop() - 1
         return play.xp.empty(y.shape), y
 

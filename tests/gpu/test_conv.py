@@ -2,16 +2,15 @@
 the last bit.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from nnmpi import Tensor, use_precision
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.windows import windows
 from nnmpi.base.errors import ShapeError
@@ -35,7 +34,7 @@ class Case(NamedTuple):
     bias: bool = True
 
     @property
-    def options(self) -> tuple[Any, ...]:
+    def options(self):
         """The arguments of conv2d after the arrays."""
         return self.stride, self.padding, self.dilation, self.groups
 
@@ -67,7 +66,7 @@ FUNCTIONS = {
 }
 
 
-def arrays(case: Case, seed: int = 0) -> list[Any]:
+def arrays(case, seed=0):
     """Return images, kernels and a bias of small whole numbers, as float64."""
     rng = np.random.default_rng(seed)
     kernel = (*case.kernel, case.images[3] // case.groups, case.outputs)
@@ -78,12 +77,12 @@ def arrays(case: Case, seed: int = 0) -> list[Any]:
     ]
 
 
-def grad_of(shape: tuple[int, ...]):
+def grad_of(shape):
     """Return a gradient of small whole numbers."""
     return np.random.default_rng(1).integers(-1, 2, shape).astype(np.float64)
 
 
-def on_host(function, case: Case) -> list[Any]:
+def on_host(function, case):
     """Return the result and all gradients, by NumPy in float64."""
     leaves = [Tensor(x, requires_grad=True) for x in arrays(case)]
     y = function(*leaves, *([] if case.bias else [None]), *case.options)
@@ -91,7 +90,7 @@ def on_host(function, case: Case) -> list[Any]:
     return [y.data, *(leaf.grad for leaf in leaves)]
 
 
-def on_device(device: Backend, function, case: Case, mode: str) -> list[Any]:
+def on_device(device, function, case, mode):
     """Return the same by the device's library, and check the dtypes.
 
     Args:
@@ -114,7 +113,7 @@ def on_device(device: Backend, function, case: Case, mode: str) -> list[Any]:
 
 
 @contextmanager
-def precision(mode: str) -> Iterator[None]:
+def precision(mode):
     """Compute in one of MODES."""
     with use_precision("float32" if mode == "float64" else mode):
         yield

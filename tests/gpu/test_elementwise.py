@@ -3,13 +3,12 @@ finite, huge, tiny, none, one, and views.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi import Tensor, ops
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.optim import global_norm
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, TOLERANCES, differences
@@ -27,7 +26,7 @@ LOSSES = (ops.mse, ops.mae, partial(ops.huber, delta=0.5), ops.binary_cross_entr
 DTYPES = {mode: np.dtype(mode) for mode in (FLOAT64, FLOAT32)} | {BF16: low_dtype(BF16)}
 
 
-def both_ways(backend: Backend, function, *given) -> dict[str, Any]:
+def both_ways(backend, function, *given):
     """Return a function's result and gradients as float64, by name."""
     leaves = [Tensor(item, requires_grad=True) for item in given]
     y = function(*leaves)

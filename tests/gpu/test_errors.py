@@ -44,7 +44,7 @@ def test_more_than_the_card_has(real_device):
 HOST = r"host's memory \(input {} \(shape \({}\), float32\)"
 
 
-def tensor(xp, *shape: int) -> Tensor:
+def tensor(xp, *shape):
     """Return ones."""
     return Tensor(xp.ones(shape, "float32"))
 
@@ -80,7 +80,6 @@ def test_a_gradient_that_is_not_where_the_result_is(device):
     """
     leaf = Tensor(device.xp.ones(3, "float32"), requires_grad=True)
     (leaf * 2).backward(np.ones(3, np.float32))
-    assert leaf.grad is not None
     assert leaf.grad.get().tolist() == [2, 2, 2]
     host = Tensor(np.ones(3, np.float32), requires_grad=True)
     refuses(

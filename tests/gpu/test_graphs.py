@@ -1,14 +1,12 @@
 """Steps on a device are recorded as graphs: their bits, what they contain, and what ends them."""
 
 import gc
-from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
 from nnmpi import Tensor, Worker, models, nn, ops, optim
-from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.replayed import Replay
 from nnmpi.ops.attention import KeyValues
@@ -57,17 +55,17 @@ class Last(nn.Module):
 
     replayable = True
 
-    def __init__(self, layer: nn.Module, end: nn.Module):
+    def __init__(self, layer, end):
         self.layer, self.end = layer, end
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.end(self.layer(x)[:, -1])
 
 
 class Step:
     """A step of AdamW on a device."""
 
-    def __init__(self, name: str, device: Backend, compiled: bool):
+    def __init__(self, name, device, compiled):
         build, shape = MODELS[name]
         draw = np.random.default_rng(1)
         x = draw.standard_normal(shape).astype("float32")
@@ -77,14 +75,14 @@ class Step:
         self.optimizer = optim.AdamW(self.model.storage, lr=0.01)
         self.run = nnmpi.compile(self.loop) if compiled else self.loop
 
-    def loop(self, x: Tensor, y: Tensor) -> Tensor:
+    def loop(self, x, y):
         self.model.zero_grad()
         loss = ops.cross_entropy(self.model(x), y)
         loss.backward()
         self.optimizer.step()
         return loss
 
-    def course(self, mode: str, steps: int = 5) -> list[float]:
+    def course(self, mode, steps=5):
         """Return the losses of some steps, at a rate of their own each."""
         losses = []
         for step in range(steps):
@@ -127,7 +125,7 @@ def test_clipping_is_in_the_graph(device):
         optimizer = optim.AdamW(model.initialize(seed=2, backend=device).storage, lr=0.1)
         norms = []
 
-        def eager(x: Tensor, y: Tensor, model=model, optimizer=optimizer, norms=norms) -> Tensor:
+        def eager(x, y, model=model, optimizer=optimizer, norms=norms):
             model.zero_grad()
             loss = ops.cross_entropy(model(x), y)
             loss.backward()
@@ -159,7 +157,7 @@ def test_a_token_is_one_graph(device, kind, mode, monkeypatch):
     )
     dtype = "float64" if mode == FLOAT64 else "float32"
     model = here.initialize(2, dtype, backend=device)
-    draw, found, captured = np.random.default_rng(1), dict[bool, list[Any]](), []
+    draw, found, captured = np.random.default_rng(1), {}, []
     numbers = draw.integers(0, 19, (2, 20))
     tokens = device.asarray(numbers)
     for compiled in (False, True):
@@ -211,7 +209,7 @@ def test_operations_of_users_are_called_between_graphs(device):
     w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
 
     @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         w.grad = None
         loss = (Halved()(x * w) * x).sum()
         loss.backward()
@@ -230,7 +228,7 @@ def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device):
     places, labels = np.array([0, 1]), np.array([2, 0])
     target = np.ones((2, 3), "float32")
 
-    def eager() -> Tensor:
+    def eager():
         table.grad = None
         rows = ops.embedding(table, places)
         loss = ops.cross_entropy(rows, labels) + ops.mse(rows, target)
@@ -255,7 +253,7 @@ def test_lengths_of_sequences_are_those_of_each_launch(device, place):
     lengths = np.array([5, 2, 3])
     held = device.asarray(lengths) if place == "device" else lengths.copy()
 
-    def eager(x: Tensor, given) -> Tensor:
+    def eager(x, given):
         layer.zero_grad()
         loss = (layer(x, held if given is None else given) ** 2).sum()
         loss.backward()
@@ -279,7 +277,7 @@ def test_what_cannot_be_captured_stays_eager_and_says_why(device):
     counts = []
 
     @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         w.grad = None
         loss = (x * w * Tensor(device.asarray(np.full(3, 2.0, "float32")))).sum()
         loss.backward()
@@ -300,7 +298,7 @@ def test_text_of_a_model_that_cannot_be_captured_goes_on(device):
         def __init__(self):
             self.model = models.gpt(19, 20, features=12, layers=2, heads=3)
 
-        def forward(self, tokens) -> Tensor:
+        def forward(self, tokens):
             return self.model(tokens) * Tensor(device.asarray(np.full(19, 2.0, "float32")))
 
     model = Scaled().initialize(seed=2, backend=device)
@@ -329,7 +327,7 @@ def test_gradients_of_a_step_that_is_done_again_are_its_own(device):
     a, b = (Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True) for _ in range(2))
 
     @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         loss = (Copied()(x * a) * b).sum()
         loss.backward()
         return loss
@@ -373,7 +371,7 @@ def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device):
     step = Step("dropped twice", device, False)
 
     @nnmpi.compile
-    def twice(x: Tensor, y: Tensor) -> Tensor:
+    def twice(x, y):
         step.loop(x, y)
         return step.loop(x, y) * Tensor(device.asarray(np.ones(3, "float32"))).sum()
 
@@ -408,7 +406,7 @@ class Halves(nn.Module):
 
     replayable = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return Apart()(x)
 
 

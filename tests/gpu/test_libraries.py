@@ -5,13 +5,11 @@ compiler.
 from concurrent.futures import Future
 from importlib import import_module
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi import Numerics, Worker, models, ops, optim, use_precision
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import kernels_of
@@ -32,12 +30,12 @@ SHAPES = (
 KINDS = {FLOAT64: "float64", FLOAT32: "float32", TF32: "float32", BF16: "bfloat16", FP16: "float16"}
 
 
-def dtype_of(mode: str) -> np.dtype[Any]:
+def dtype_of(mode):
     """Return the operands' dtype."""
     return bfloat16() if mode == BF16 else np.dtype(KINDS[mode])
 
 
-def lying(values, way: str, backend: Backend):
+def lying(values, way, backend):
     """Return the values on the device in rows, transposed, or as a part of a larger array."""
     if way == "transposed":
         return backend.asarray(np.ascontiguousarray(values.swapaxes(-1, -2))).swapaxes(-1, -2)

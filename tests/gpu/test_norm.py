@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, nn, ops
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.ops.norm import fixed_norm
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise
 from tests.gpu.table import Sample
@@ -17,7 +17,7 @@ from tests.gpu.table import Sample
 WIDE = np.dtype(FLOAT64)
 
 
-def host(device: Backend, array):
+def host(device, array):
     """Return a device's array as float64."""
     return device.to_host(array).astype(WIDE)
 
@@ -60,7 +60,7 @@ def test_few_rows(device, rows, mode):
     x = np.random.default_rng(0).integers(-3, 4, (rows, 5)).astype(float)
     parameters = np.random.default_rng(1).integers(1, 4, (2, 5)).astype(float)
 
-    def norm(*given: Tensor) -> Tensor:
+    def norm(*given):
         return ops.batch_norm(*given)[0]
 
     sample = Sample("ops.batch_norm", "few", norm, [x, *parameters])
@@ -137,7 +137,7 @@ def test_ranks_have_the_statistics_of_all(device, shares, mode):
         for rank, part in enumerate(parts):
             calls = iter(range(turns))
 
-            def all_reduce(sums, rank: int = rank, calls=calls, done: int = done):
+            def all_reduce(sums, rank=rank, calls=calls, done=done):
                 turn = next(calls)
                 if turn == done:
                     given[rank].append(sums.copy())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from nnmpi import Tensor, ops, tensor
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import copy
 from nnmpi.backend.precision import dtype_named, low_dtype
 from tests.device import interpreted
@@ -33,7 +33,7 @@ from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 
 
-def apart(sample: Sample, device: Backend, mode: str, least: float = 0.0) -> list[str]:
+def apart(sample, device, mode, least=0.0):
     """Compare a call with NumPy's in float64 on the same inputs, rounded to what the precision
     has.
     """
@@ -69,7 +69,7 @@ def test_what_has_no_kernel_is_the_hosts(device, row, mode):
     same()
 
 
-def replay(sample: Sample, device: Backend) -> None:
+def replay(sample, device):
     """Compare a call's replays with it; where products lie elsewhere, they may add up in another
     order.
     """
@@ -185,7 +185,7 @@ def test_a_time_step_is_a_product_and_a_kernel(device, function, gates, biases):
     if not INTERPRETED:
         pytest.skip("the interpreted device alone counts its work")
 
-    def counts(time: int) -> list[int]:
+    def counts(time):
         sizes = (2, time, 5), (5, gates * 3), (3, gates * 3), (gates * 3,), biases, (2, 3)
         x, *rest = (
             Tensor(device.asarray(np.ones(size, "float32")), requires_grad=True)

@@ -6,13 +6,12 @@ import gc
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, arrange, models, optim
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi import AsynchronousWorker, Layout, Tensor, Worker, arrange, models, optim
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import NAMES, SHARED
 from nnmpi.compose.replayed import Replay
 from nnmpi.data import Dataset, Loader
@@ -48,7 +47,7 @@ WAITING = [sync for sync in EVERY_MODE if sync.sync not in ("asp", "ssp")]
 RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
 
 
-def mesh_of(name: str, ranks: int) -> tuple[int, int, int] | None:
+def mesh_of(name, ranks):
     """Return (dp, pp, tp) of a mix for so many ranks, None where they cannot be divided so."""
     sizes = MIXES[name][0]
     given = int(np.prod([size for size in sizes if size]))
@@ -57,15 +56,7 @@ def mesh_of(name: str, ranks: int) -> tuple[int, int, int] | None:
     return tuple(size or ranks // given for size in sizes)
 
 
-def train(
-    group: Group,
-    backend: Backend,
-    setup: str,
-    mode: str,
-    layout: Layout | None = None,
-    epochs: int = 1,
-    **options,
-) -> dict[str, Any]:
+def train(group, backend, setup, mode, layout=None, epochs=1, **options):
     """Return losses, evaluation and weights after epochs of three batches, the last one short."""
     given = replace(
         SETUPS[setup],
@@ -95,14 +86,12 @@ def train(
 
 
 @cache
-def hosts(group: Group, setup: str, layout: Layout | None, epochs: int) -> dict[str, Any]:
+def hosts(group, setup, layout, epochs):
     """Return the run on the host, which several of the device's are compared with."""
     return train(group, numpy_backend(), setup, FLOAT64, layout, epochs)
 
 
-def assert_equal(
-    group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options
-):
+def assert_equal(group, device, setup, mode, layout, **options):
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
     right = hosts(group, setup, layout, options.get("epochs", 1))
     result = train(group, device, setup, mode, layout, **options)
@@ -110,7 +99,7 @@ def assert_equal(
     assert not any(words), words
 
 
-def grown(group: Group, device: Backend, options: dict[str, Any]) -> tuple[int, int]:
+def grown(group, device, options):
     """Return how many bytes of memory a few steps of a GPT take, and how often it was replayed."""
     draw = np.random.default_rng(0)
     x, y = (draw.integers(0, 30, (16 * group.size, 24)) for _ in range(2))
@@ -191,7 +180,7 @@ def test_data_parallel_in_lower_precision(group, device, algorithm, mode):
     assert_equal(group, device, "mlp", mode, None, allreduce=algorithm)
 
 
-def row(setup: str, mode: str, name: str):
+def row(setup, mode, name):
     """Return a layout's parameters; on how many ranks it can be, and whether it is like others."""
     few, more = pytest.mark.needs_ranks(4, 8), pytest.mark.slow(MORE_LAYOUTS)
     return pytest.param(
@@ -235,7 +224,7 @@ def test_stages_are_graphs(group, device, name):
     assert_equal(group, device, "mlp", FLOAT64, layout, epochs=4)
 
 
-def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:
+def asynchronous(group, backend, sync, epochs=2):
     """Return the last epoch's loss and the weights after some epochs out of step."""
     model = small(backend=backend)
     worker = AsynchronousWorker(

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import dtype_named
 from nnmpi.backend.trace import key_of
@@ -38,18 +37,18 @@ def kernels(device):
     return kernels_of(device.zeros((1,), np.float32))
 
 
-def drawn(*shape: int, seed: int = 0):
+def drawn(*shape, seed=0):
     """Return numbers that every dtype has."""
     return np.random.default_rng(seed).integers(-64, 65, shape) / 16
 
 
-def is_printed(kernels, formula) -> bool:
+def is_printed(kernels, formula):
     """Return whether the kernels of a formula were printed."""
     key = key_of(formula)
     return all(loop is not None for known, loop in kernels._loops.items() if known[0] == key)
 
 
-def compare(device: Backend, formula, *operands, dtype: str = "float32", **words):
+def compare(device, formula, *operands, dtype="float32", **words):
     """Compare a formula's results with NumPy's; rows and numbers of rows have this dtype, vectors
     float32 in half precision.
     """

@@ -3,10 +3,9 @@ nothing grows.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -14,10 +13,9 @@ import pytest
 
 import nnmpi
 from nnmpi import Numerics, Tensor, Worker, models, nn, ops, optim
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DivergenceError
 from nnmpi.compose.losses import SQUARES, DeferredScalars
-from nnmpi.compose.trainer import Progress
 from nnmpi.data import Dataset, Loader
 from nnmpi.nn.compiled import Recording
 from tests.equivalence.reference import digits
@@ -72,9 +70,7 @@ OPTIMIZERS = {
 class Training:
     """A model in training on a backend, step by step."""
 
-    def __init__(
-        self, model: Model, optimizer: str, backend: Backend, mode: str, compiled: bool = False
-    ):
+    def __init__(self, model, optimizer, backend, mode, compiled=False):
         wide = FLOAT64 if mode == FLOAT64 else FLOAT32
         draw = np.random.default_rng(1)
         x = draw.standard_normal((BATCH, *model.sample)).astype(wide)
@@ -90,7 +86,7 @@ class Training:
         self.number = 0
 
         # No method: a recording is made anew when an attribute of its object changes.
-        def loop(x: Tensor, y: Tensor) -> Tensor:
+        def loop(x, y):
             module.zero_grad()
             output = module(x)
             loss = ops.mse(output, y) if model.regression else ops.cross_entropy(output, y)
@@ -100,13 +96,13 @@ class Training:
 
         self.run = nnmpi.compile(loop) if compiled else loop
 
-    def step(self) -> Tensor:
+    def step(self):
         """Do a step; return its loss, which stays where it is."""
         self.number += 1
         with precise(self._mode), nn.training(seed=9, step=self.number):
             return self.run(self.x, self.y)
 
-    def course(self, steps: int = STEPS) -> dict[str, Any]:
+    def course(self, steps=STEPS):
         """Return the losses of some steps, and how far they moved the weights and statistics, as
         float64.
         """
@@ -191,7 +187,7 @@ def test_memory_stays_flat(device, name, compiled):
     assert after.pool_bytes <= before.pool_bytes + 2**20
 
 
-def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> list[str]:
+def apart(found, right, limit):
     """Return what differs: losses one by one, and the change of all parameters as a share of the
     largest change.
     """
@@ -209,11 +205,7 @@ def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> l
 @pytest.mark.parametrize("bad", [None, 0, 4, 7], ids=str)
 @pytest.mark.parametrize(
     "make, clip",
-    [
-        (optim.Adam, None),
-        (partial(optim.SGD, momentum=0.9), 0.6),
-        (optim.SGD, None),
-    ],
+    [(optim.Adam, None), (partial(optim.SGD, momentum=0.9), 0.6), (optim.SGD, None)],
     ids=["adam", "momentum-clip", "sgd"],
 )
 def test_numbers_that_are_read_a_step_late_change_nothing(device, group, make, clip, bad):
@@ -236,7 +228,7 @@ def test_numbers_that_are_read_a_step_late_change_nothing(device, group, make, c
         assert worker._can_go_ahead() == (late and not is_stand_in(device))
         reports = []
 
-        def note(item: Progress, reports: list[tuple[float, ...]] = reports):
+        def note(item, reports=reports):
             reports.append((item.batch, item.totals.loss, item.totals.accuracy))
             reports.append((item.totals.grad_norm, item.totals.samples, item.totals.steps))
 
@@ -269,7 +261,7 @@ class Magnitude(nn.Module):
 
     replayable = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x * x) ** 0.5
 
 

@@ -3,7 +3,6 @@ own account.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,7 +12,6 @@ import pytest
 import nnmpi
 from nnmpi import (
     AsynchronousWorker,
-    Group,
     Layout,
     Numerics,
     Sync,
@@ -26,7 +24,7 @@ from nnmpi import (
     ops,
     optim,
 )
-from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DivergenceError, ShapeError
 from nnmpi.comm import buffers, execution
 from nnmpi.compose import losses
@@ -42,7 +40,7 @@ from tests.worker_options import grouped
 
 
 @contextmanager
-def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def watched(backend, monkeypatch):
     """Count the waits that are asked for, and refuse those that nobody asks for.
 
     CuPy's switch takes every copy to the host for a wait; what makes such copies without one is
@@ -71,7 +69,7 @@ def _allowed(function):
     return call
 
 
-def _counted(counts: Counter[str], name: str, function):
+def _counted(counts, name, function):
     def synchronize(self):
         counts[name] += 1
         function(self)
@@ -79,7 +77,7 @@ def _counted(counts: Counter[str], name: str, function):
     return synchronize
 
 
-def worker(backend: Backend, group: Group, build=models.mlp, **options) -> Worker:
+def worker(backend, group, build=models.mlp, **options):
     dataset = digits()
     model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
     return Worker(model, optim.Adam(model.storage), group, backend=backend, **grouped(**options))
@@ -89,13 +87,7 @@ def worker(backend: Backend, group: Group, build=models.mlp, **options) -> Worke
     "build", [models.mlp, models.cnn, partial(models.resnet, width=2)], ids=["mlp", "cnn", "resnet"]
 )
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_few_waits_a_step(
-    real_device,
-    group,
-    monkeypatch,
-    build,
-    microbatches,
-):
+def test_few_waits_a_step(real_device, group, monkeypatch, build, microbatches):
     """For its numbers, and for the gradient's norm; not for forward, backward and update."""
     item = worker(real_device, group, build, clip=0.1)
     loader = Loader(digits(), 12, microbatches=microbatches, transform=Normalize.fit(digits()))
@@ -159,14 +151,7 @@ def test_nobody_waits_without_a_word(real_device, group, monkeypatch, number):
         arrangement=where,
         numerics=Numerics(clip=0.5),
     )
-    loader = Loader(
-        dataset,
-        24,
-        where,
-        microbatches=4,
-        whole_microbatches=layout.fixed,
-        workers=0,
-    )
+    loader = Loader(dataset, 24, where, microbatches=4, whole_microbatches=layout.fixed, workers=0)
     given = loader.epoch(0, backend=backend)
     item.step(next(given))
     with watched(real_device, monkeypatch) as counts:
@@ -283,12 +268,12 @@ def test_a_replay_makes_few_calls(real_device):
 
 
 @contextmanager
-def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def traffic(backend, monkeypatch):
     """Count the copies to and from the stand-in for a device, and the waits for it."""
     counts = Counter()
     xp = backend.xp
 
-    def counted(owner, name: str, kind: str, host_only: bool = False):
+    def counted(owner, name, kind, host_only=False):
         function = getattr(owner, name)
 
         def call(*args, **options):
@@ -323,7 +308,7 @@ def test_a_step_sends_nothing_and_reads_once(device, group, monkeypatch, build, 
     loader = Loader(digits(), 16, transform=Normalize.fit(digits()))
     steps = len(loader)
 
-    def epoch(number: int):
+    def epoch(number):
         item.run(loader, number, 0, steps, step=number * steps, lr=lambda step: 0.1)
 
     for number in range(3):  # the short last batch is captured in the third epoch

@@ -33,7 +33,7 @@ from tests.harness.suite import Suite, run_side_by_side
 MOST_AGAIN = 10  # where more failed, something is broken
 
 
-def main() -> int:
+def main():
     """Run everything, print a table, and return 1 if anything failed."""
     # so that running jobs are ended
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -84,12 +84,12 @@ def main() -> int:
     )
 
 
-def _cores() -> int:
+def _cores():
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser():
     parser = argparse.ArgumentParser(
         prog="scripts/test",
         description=__doc__,
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def slowest(suites: list[Suite], count: int) -> str:
+def slowest(suites, count):
     """Return the tests that took most processor time on all their ranks, and their share of all."""
     costs = sorted(
         ((cpu_s, suite.name, test) for suite in suites for test, cpu_s in suite.cpu_s.items()),
@@ -156,13 +156,9 @@ def slowest(suites: list[Suite], count: int) -> str:
     )
 
 
-def table(suites: list[Suite], seconds: float) -> str:
+def table(suites, seconds):
     """Return the totals, why tests were skipped or left out, and what failed with what."""
-    lines, totals, why = (
-        ["", f"==== total ({seconds:.0f} s) ===="],
-        Counter[str](),
-        Counter[tuple[str, str]](),
-    )
+    lines, totals, why = (["", f"==== total ({seconds:.0f} s) ===="], Counter(), Counter())
     for suite in suites:
         counts = Counter(suite.outcomes.values())
         totals += counts
@@ -190,7 +186,7 @@ def table(suites: list[Suite], seconds: float) -> str:
     return "\n".join([*lines, f"{totals[PASSED]} passed, {totals[FAILED]} failed", ""])
 
 
-def _say(text: str):
+def _say(text):
     sys.stdout.write(text)
     sys.stdout.flush()
 

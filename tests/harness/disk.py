@@ -24,12 +24,9 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any
 
 from nnmpi.base import clock
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
@@ -61,14 +58,14 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         operations: how many there were so far.
     """
 
-    def __init__(self, root: Path, draws: Random, dies_at: int = 0, full_at: int = 0):
+    def __init__(self, root, draws, dies_at=0, full_at=0):
         self.root, self.operations = os.path.abspath(root), 0
         self._draws, self._dies_at, self._full_at = draws, dies_at, full_at
-        self._acts: list[_Act] = []
-        self._safe_bytes: dict[str, int] = {}  # of files that were written to and not synced since
-        self._before: list[tuple[Any, str, Any]] = []
+        self._acts = []
+        self._safe_bytes = {}  # of files that were written to and not synced since
+        self._before = []
 
-    def __enter__(self) -> FaultyDisk:
+    def __enter__(self):
         """Take the place of the system's functions."""
         for module, name, work in (
             (io, "open", self._open),
@@ -84,14 +81,14 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             setattr(module, name, self._guarded(work, getattr(module, name)))
         return self
 
-    def __exit__(self, *failure: object):
+    def __exit__(self, *failure):
         """Give them back."""
         while self._before:
             setattr(*self._before.pop())
 
     def lose(self):
         """Lose some of what was not brought to the disk, after the end of all."""
-        done: dict[str, list[_Act]] = {}
+        done = {}
         for act in self._acts:
             done.setdefault(os.path.dirname(act.path), []).append(act)
         undone = [
@@ -107,7 +104,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 
     # ---- operations ----
 
-    def _guarded(self, work: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, work, real):
         """Return a function that does the work below the folder, and the system's elsewhere."""
 
         def guarded(path, *args, **kwargs):
@@ -126,7 +123,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 
         return guarded
 
-    def _begin(self, writes: bool = True) -> bool:
+    def _begin(self, writes=True):
         """Begin an operation; return whether it is still seen by anybody.
 
         Raises:
@@ -150,7 +147,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             world._local, f"was killed in operation {self.operations} of the disk"
         )
 
-    def _open(self, real, place: str, path, mode: str = "r", *args, **kwargs):
+    def _open(self, real, place, path, mode="r", *args, **kwargs):
         if mode not in ("wb", "ab"):
             return real(path, mode, *args, **kwargs)
         if not self._begin(writes=not os.path.exists(place)):
@@ -161,7 +158,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         self._safe_bytes.setdefault(place, stream.seek(0, os.SEEK_END))
         return _Stream(stream, self)
 
-    def _write(self, stream, content) -> int:
+    def _write(self, stream, content):
         data = memoryview(content).cast("B")
         if self.operations + 1 in (self._dies_at, self._full_at):  # a part of it comes through
             world = clock._clock.get()
@@ -171,7 +168,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             stream.write(data)
         return len(data)
 
-    def _fsync(self, real, place: str, number: int):
+    def _fsync(self, real, place, number):
         if not self._begin(writes=False):
             return
         if os.path.isdir(place):
@@ -179,7 +176,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         else:
             self._safe_bytes.pop(place, None)
 
-    def _rename(self, real, place: str, path, target, **at: int):
+    def _rename(self, real, place, path, target, **at):
         if not self._begin(writes=False):
             return
         aim = os.path.join(os.path.dirname(place), target) if at else os.path.abspath(target)
@@ -188,18 +185,18 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         self._move(place, aim)
         self._acts.append(_Act("rename", aim, place, before))
 
-    def _mkdir(self, real, place: str, path, *args, **kwargs):
+    def _mkdir(self, real, place, path, *args, **kwargs):
         if self._begin():
             real(path, *args, **kwargs)
             self._acts.append(_Act("create", place))
 
-    def _remove(self, real, place: str, path, **at: int):
+    def _remove(self, real, place, path, **at):
         if self._begin(writes=False):
             before = read_tree(place)
             real(path, **at)
             self._acts.append(_Act("remove", place, before=before))
 
-    def _rmtree(self, real, place: str, path, **how):
+    def _rmtree(self, real, place, path, **how):
         """Remove file by file, and be killed between two of them."""
         for folder, _, names in os.walk(place, topdown=False):
             for name in names:
@@ -210,7 +207,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 
     # ---- what is not safe ----
 
-    def _settle(self, place: str):
+    def _settle(self, place):
         """Let be safe what was done in a folder. What was in a folder that is gone from there comes
         back no more.
         """
@@ -228,10 +225,10 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
                 saved.append(act)
         self._acts = saved
 
-    def _move(self, source: str, target: str):
+    def _move(self, source, target):
         """Let what is known of a place go with it to another one."""
 
-        def moved(path: str) -> str:
+        def moved(path):
             return (
                 target + path[len(source) :]
                 if (path + os.sep).startswith(source + os.sep)
@@ -242,7 +239,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             act.path, act.source = moved(act.path), moved(act.source) if act.source else ""
         self._safe_bytes = {moved(path): safe for path, safe in self._safe_bytes.items()}
 
-    def _undo(self, act: _Act):
+    def _undo(self, act):
         with suppress(OSError):
             if act.kind == "rename":
                 os.rename(act.path, act.source)
@@ -256,7 +253,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 class _Stream:
     """A file open for writing, without a buffer: a killed program's is lost anyway."""
 
-    def __init__(self, stream, disk: FaultyDisk):
+    def __init__(self, stream, disk):
         self._stream, self._disk = stream, disk
         self.fileno, self.close, self.tell, self.truncate = (
             stream.fileno,
@@ -266,33 +263,33 @@ class _Stream:
         )
         self.name, self.seek = stream.name, stream.seek
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *failure: object):
+    def __exit__(self, *failure):
         self.close()
 
     def flush(self):
         """Do nothing."""
 
-    def write(self, content) -> int:
+    def write(self, content):
         """Write it, or a part of it and be killed."""
         return self._disk._write(self._stream, content)
 
 
-def read_tree(place: str) -> Tree | None:
+def read_tree(place):
     """Return what lies in a place; None where there is nothing."""
     if os.path.isfile(place):
         return {"": Path(place).read_bytes()}
     if not os.path.isdir(place):
         return None
-    result: Tree = {"": None}
+    result = {"": None}
     for path in Path(place).rglob("*"):
         result[str(path.relative_to(place))] = path.read_bytes() if path.is_file() else None
     return result
 
 
-def write_tree(place: str, tree: Tree):
+def write_tree(place, tree):
     """Put a tree back where it was."""
     for name, content in tree.items():
         path = Path(place, name)

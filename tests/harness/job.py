@@ -5,9 +5,7 @@ limit.
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 POLL_S = 0.02
 TERM_S = 5.0
@@ -45,7 +43,7 @@ class Ending:
     seconds: float
 
 
-def mpirun(ranks: int) -> list[str]:
+def mpirun(ranks):
     """Return the beginning of a command that starts `ranks` ranks, as the supervisor's does."""
     from nnmpi.lab.launching import (
         find_mpirun,  # here: the harness's help needs nothing but Python
@@ -55,15 +53,15 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def run(
-    command: Sequence[str],
-    output: Path,
-    limit_s: float,
-    environ: Mapping[str, str | None] | None = None,
-    on_output: Callable[[str], None] = lambda text: None,
-    is_lost: Callable[[], bool] = lambda: False,
-    cwd: Path | None = None,
-    once_more: bool = True,
-) -> Ending:
+    command,
+    output,
+    limit_s,
+    environ=None,
+    on_output=lambda text: None,
+    is_lost=lambda: False,
+    cwd=None,
+    once_more=True,
+):
     """Run the command in a session of its own, without input, its output in a file; kill all of it
     at the limit.
 
@@ -81,7 +79,7 @@ def run(
     """
     from benchmarks.harness.launch import NOT_STARTED  # late: see `mpirun`
 
-    variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
+    variables = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()
     with output.open("wb") as sink, output.open("rb") as source:
         process = subprocess.Popen(
@@ -93,7 +91,7 @@ def run(
             start_new_session=True,
             cwd=cwd,
         )
-        status: int | None = None
+        status = None
         try:
             while (
                 (status := process.poll()) is None
@@ -111,7 +109,7 @@ def run(
     return ending
 
 
-def _end(process: subprocess.Popen[bytes]):
+def _end(process):
     """End the process, if it still runs, and whatever it left in its session."""
     if process.poll() is None:
         process.terminate()

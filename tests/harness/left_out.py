@@ -11,12 +11,11 @@ try is tried on other numbers, see `simulated`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 if TYPE_CHECKING:
-    import pytest
+    pass
 
 QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
@@ -31,12 +30,12 @@ CHECKED = "layering/"  # by scripts/check, which every change passes
 EVERYWHERE = "equivalence/test_layouts.py"
 
 
-def read_ranks(text: str) -> list[int]:
+def read_ranks(text):
     """Return numbers of ranks from text such as "2,3"."""
     return [int(word) for word in text.replace(",", " ").split()]
 
 
-def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = False) -> list[str]:
+def options(ranks, among, everything, rest=False):
     """Return the options for pytest that leave out what a run is to leave out.
 
     Args:
@@ -57,11 +56,9 @@ def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = Fal
     ]
 
 
-def beyond(
-    tests: Iterable[pytest.Item], most: Callable[[int], int] = lambda count: max(CASES, count // 4)
-) -> list[pytest.Item]:
+def beyond(tests, most=lambda count: max(CASES, count // 4)):
     """Return the cases of each test beyond so many, which are told by their names."""
-    cases: dict[str, dict[str, list[pytest.Item]]] = {}
+    cases = {}
     for item in tests:
         name = WORLD.sub("", item.nodeid)
         cases.setdefault(name.partition("[")[0], {}).setdefault(name, []).append(item)
@@ -74,17 +71,17 @@ def beyond(
     ]
 
 
-def is_dealt(test: pytest.Item) -> bool:
+def is_dealt(test):
     """Return whether a test is not of messages and collectives themselves."""
     return test.nodeid.removeprefix("tests/").startswith(DEALT)
 
 
-def is_contract(test: pytest.Item) -> bool:
+def is_contract(test):
     """Return whether a test is of the contract of layouts itself."""
     return test.nodeid.removeprefix("tests/").startswith(EVERYWHERE)
 
 
-def is_plain(test: pytest.Item, ranks: int) -> bool:
+def is_plain(test, ranks):
     """Return whether a plain `scripts/test` runs a test on so many ranks, 0 for the serial tests
     but simulated ones.
     """
@@ -95,7 +92,7 @@ def is_plain(test: pytest.Item, ranks: int) -> bool:
     return ranks in QUICK_RANKS and not reason(test, ranks, True, QUICK_RANKS)
 
 
-def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> str:
+def reason(test, ranks, quick, among):
     """Return why a test is left out, nothing if it is not.
 
     Args:

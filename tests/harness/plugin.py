@@ -16,10 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -50,7 +48,7 @@ def start_quietly():
     return world
 
 
-def pytest_addoption(parser: pytest.Parser):
+def pytest_addoption(parser):
     """Add --quick, --deal and --but-plain."""
     parser.addoption(
         "--quick", action="store_true", help="leave out the tests that are marked slow"
@@ -65,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Do not read a file without MPI tests where nothing else is asked for: every rank would, at
     every size.
     """
@@ -76,7 +74,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(items):
     """Mark as slow the cases that a plain run leaves out, before others choose."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     for item in left_out.beyond(quick):
@@ -85,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config):
+def pytest_cmdline_main(config):
     """Give each rank a place of its own for temporary files: pytest's shared one is tidied by all
     ranks at once.
     """
@@ -101,7 +99,7 @@ def pytest_cmdline_main(config: pytest.Config):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config):
+def pytest_configure(config):
     """Find this rank's place, and register what it needs there."""
     # else runs measure how many are fastest, and bits differ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -133,7 +131,7 @@ def pytest_configure(config: pytest.Config):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection():
     """Let Python's search for cycles pass over what is collected: half a million objects, at each
     full search.
     """
@@ -145,7 +143,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
+def _stderr(config, folder, rank):
     """Return a descriptor for a rank's last words: its file in the run's folder, or else the real
     stderr.
     """
@@ -160,7 +158,7 @@ def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
     return descriptor
 
 
-def _cpu_s() -> float:
+def _cpu_s():
     """Return the processor seconds of this process, and of those that it started and awaited."""
     return sum(os.times()[:4])
 
@@ -170,7 +168,7 @@ class Recorder:
     few again.
     """
 
-    def __init__(self, writer: records.Writer, folder: Path):
+    def __init__(self, writer, folder):
         self._writer = writer
         self._is_wanted = records.read_plan(folder)
         self._outcome = records.PASSED
@@ -178,7 +176,7 @@ class Recorder:
         self._begin_s = 0.0
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
+    def pytest_collection_modifyitems(self, config, items):
         """Leave out what is done, and what is not for this run where that is asked for."""
         launch = read_launch(os.environ)
         ranks = 1 if launch is None else launch.size
@@ -194,13 +192,13 @@ class Recorder:
             config.hook.pytest_deselected(items=others)
             items[:] = saved
 
-    def pytest_runtest_logstart(self, nodeid: str):
+    def pytest_runtest_logstart(self, nodeid):
         """Note that the test has begun."""
         self._outcome, self._reason, self._begin_s = records.PASSED, "", _cpu_s()
         self._writer.write(nodeid, records.STARTED)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport):
+    def pytest_runtest_logreport(self, report):
         """Note a failure at once, because the guard may end the process right after."""
         if report.failed:
             self._outcome = records.FAILED
@@ -211,17 +209,17 @@ class Recorder:
                 report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
             )
 
-    def pytest_collectreport(self, report: pytest.CollectReport):
+    def pytest_collectreport(self, report):
         """Note a file that is left out as a whole."""
         if report.skipped and isinstance(report.longrepr, tuple):
             self._writer.write(report.nodeid, records.SKIPPED, report.longrepr[2])
 
-    def pytest_runtest_logfinish(self, nodeid: str):
+    def pytest_runtest_logfinish(self, nodeid):
         """Note the outcome."""
         if self._outcome != records.FAILED:
             self._writer.write(nodeid, self._outcome, self._reason, _cpu_s() - self._begin_s)
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int):
+    def pytest_sessionfinish(self, session, exitstatus):
         """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as
         good.
         """
@@ -240,11 +238,11 @@ class Sharer:
     it.
     """
 
-    def __init__(self, claims: str):
+    def __init__(self, claims):
         self._claims = claims
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+    def pytest_runtestloop(self, session):
         """Run this run's tests, as pytest's own loop does; a file is claimed when its turn
         comes.
         """
@@ -259,7 +257,7 @@ class Sharer:
                 raise session.Interrupted(session.shouldstop)
         return True
 
-    def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    def _taken(self, items):
         """Yield the tests of files that no other run has claimed.
 
         The last files come first: those of whole jobs take longest, and would be waited for.
@@ -279,14 +277,14 @@ class Guard:
         is_shared: whether other ranks' words go there too.
     """
 
-    def __init__(self, world, descriptor: int, is_shared: bool):
+    def __init__(self, world, descriptor, is_shared):
         self._world = world
         self._is_shared = is_shared
         self._descriptor = descriptor
         self._has_met = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item):
         """Run the test within its time; go on when all ranks have ended it."""
         marker = item.get_closest_marker("timeout")
         limit_s = float(marker.args[0]) if marker else float(os.environ.get(LIMIT, DEFAULT_LIMIT_S))
@@ -304,12 +302,12 @@ class Guard:
         return result
 
     @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport):
+    def pytest_runtest_logreport(self, report):
         """End all ranks when the test failed here."""
         if report.failed:
             self._failed(f"{report.nodeid} failed in its {report.when}", _words(report))
 
-    def pytest_collectreport(self, report: pytest.CollectReport):
+    def pytest_collectreport(self, report):
         """End all ranks when a file cannot be read here."""
         if report.failed:
             self._failed(f"{report.nodeid} cannot be collected", report.longreprtext)
@@ -318,7 +316,7 @@ class Guard:
         """End all ranks when pytest itself failed here."""
         self._failed("pytest failed", str(excrepr))
 
-    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]):
+    def pytest_keyboard_interrupt(self, excinfo):
         """End all ranks when the session was broken off here."""
         self._failed("the session was broken off", str(excinfo.value))
 
@@ -332,13 +330,13 @@ class Guard:
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
 
-    def _failed(self, headline: str, text: str):
+    def _failed(self, headline, text):
         """Say what failed; end the job if there are other ranks."""
         self._say(f"{headline}\n{text}\n")
         if self._world.size > 1:
             self._abort()
 
-    def _hung(self, test: str, limit_s: float):
+    def _hung(self, test, limit_s):
         """Say where this rank is, give the others time to do the same, and end the job."""
         if self._has_met:
             self._say(f"{test} ended here; this rank waits for the others\n")
@@ -347,18 +345,18 @@ class Guard:
         time.sleep(1)
         self._abort()
 
-    def _say(self, text: str):
+    def _say(self, text):
         """Write the text in one piece, so that those of several ranks do not mix."""
         if self._is_shared:
             text = f"\nrank {self._world.rank} of {self._world.size}: {text}"
         os.write(self._descriptor, text.encode(errors="replace"))
 
-    def _abort(self) -> NoReturn:
+    def _abort(self):
         self._world.Abort(1)
         sys.exit(1)
 
 
-def _stacks() -> str:
+def _stacks():
     """Return what every other thread is doing, without pytest's own frames."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
@@ -371,7 +369,7 @@ def _stacks() -> str:
     return "".join(parts)
 
 
-def _what(report: pytest.TestReport) -> str:
+def _what(report):
     """Return the first line of what the test failed with, and the innermost lines of code that led
     there.
     """
@@ -385,7 +383,7 @@ def _what(report: pytest.TestReport) -> str:
     return crash.message.partition("\n")[0] + (f"\n    at {calls}" if calls else "")
 
 
-def _words(report: pytest.TestReport) -> str:
+def _words(report):
     """Return the traceback and what the test printed."""
     captured = [f"---- {name} ----\n{text}" for name, text in report.sections]
     return "\n".join([report.longreprtext, *captured])

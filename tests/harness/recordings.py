@@ -7,7 +7,6 @@ would begin. That replays are the passes as they stand is what `compose/test_rep
 """
 
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest.mock import patch
 from zlib import crc32
@@ -19,7 +18,7 @@ REFUSAL = "this test is not dealt a recording"
 PASSES = "nnmpi.compose.passes"
 
 
-def records(item: pytest.Item) -> bool:
+def records(item):
     """Return whether passes are recorded in a test."""
     return (
         crc32(item.nodeid.encode()) % ONE_OF == 0
@@ -29,7 +28,7 @@ def records(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Run a test with recordings or without."""
     passes = sys.modules.get(PASSES)
     eager = passes is not None and not records(item)

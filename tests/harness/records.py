@@ -12,10 +12,8 @@ claims it.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 STARTED, PASSED, FAILED, SKIPPED, LEFT_OUT = "started", "passed", "failed", "skipped", "left out"
 
@@ -30,12 +28,12 @@ DEFAULT_LIMIT_S = 60.0
 class Writer:
     """One rank's records."""
 
-    def __init__(self, folder: Path, rank: int):
+    def __init__(self, folder, rank):
         self.errors = folder / f"{rank}.err"
         self._log = folder / f"{rank}.log"
         self._ok = folder / f"{rank}.ok"
 
-    def write(self, test: str, outcome: str, reason: str = "", cpu_s: float = 0.0):
+    def write(self, test, outcome, reason="", cpu_s=0.0):
         """Add a line; it is on disk when this returns, should the rank be killed then."""
         line = {"test": test, "outcome": outcome, "reason": reason, "cpu_s": cpu_s}
         with self._log.open("a") as file:
@@ -67,7 +65,7 @@ class Records:
     cpu_s: dict[str, float]
 
 
-def read(folder: Path, ranks: int) -> Records:
+def read(folder, ranks):
     """Return what `ranks` ranks left in the folder."""
     logs = [_lines(folder / f"{rank}.log") for rank in range(ranks)]
     ended = [{line["test"]: line for line in log if line["outcome"] != STARTED} for log in logs]
@@ -91,25 +89,25 @@ def read(folder: Path, ranks: int) -> Records:
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks), cpu_s)
 
 
-def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None):
+def write_plan(folder, done, only):
     """Tell the next run which tests to leave out, and, if not None, which ones alone to run."""
     (folder / "plan").write_text(json.dumps([list(done), only and list(only)]))
 
 
-def read_plan(folder: Path) -> Callable[[str], bool]:
+def read_plan(folder):
     """Return a function that says whether a test is to be run."""
     done, only = (tests and set(tests) for tests in json.loads((folder / "plan").read_text()))
     return lambda test: test not in done and (only is None or test in only)
 
 
-def count_ended(folder: Path) -> Counter[str]:
+def count_ended(folder):
     """Return how many tests ended so far on the first rank, by outcome."""
     return Counter(
         line["outcome"] for line in _lines(folder / "0.log") if line["outcome"] != STARTED
     )
 
 
-def claim(claims: str, file: str) -> bool:
+def claim(claims, file):
     """Return whether a test file is this run's from now on, or has been before; see `CLAIMS`."""
     folder, _, name = claims.rpartition(":")
     path = Path(folder, re.sub(r"\W", "-", file))
@@ -121,18 +119,18 @@ def claim(claims: str, file: str) -> bool:
     return True
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path):
     """Return the log's records; a last line that was cut off is left out."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def _words(folder: Path, ranks: int) -> str:
+def _words(folder, ranks):
     """Return what the ranks said, each text once, under the numbers of the ranks that said it.
 
     Texts that differ in no more than the rank they name are the same.
     """
-    message: dict[str, tuple[str, list[str]]] = {}
+    message = {}
     for rank in range(ranks):
         path = folder / f"{rank}.err"
         text = path.read_text(errors="replace").strip() if path.exists() else ""

@@ -2,18 +2,16 @@
 all compare.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import DataError, UsageError
 
 Kind = type[BaseException] | tuple[type[BaseException], ...]
 
 
-def caught(call: Callable[[], object], kind: Kind = Exception) -> BaseException | None:
+def caught(call, kind=Exception):
     """Return the error of a kind that a call raises; None if it raises none."""
     try:
         call()
@@ -22,13 +20,13 @@ def caught(call: Callable[[], object], kind: Kind = Exception) -> BaseException 
     return None
 
 
-def told(kind: Kind, call: Callable[[], object]) -> str:
+def told(kind, call):
     """Return the sentence of the error of a kind that a call raises; nothing if it raises none."""
     error = caught(call, kind)
     return "" if error is None else str(error)
 
 
-def told_on_all(group: Group, call: Callable[[], object], kind: Kind) -> str:
+def told_on_all(group, call, kind):
     """Return the sentence of the error of a kind that a call raises on all ranks alike."""
     text = told(kind, call)
     assert text, "nothing was raised"
@@ -36,7 +34,7 @@ def told_on_all(group: Group, call: Callable[[], object], kind: Kind) -> str:
     return text
 
 
-def refuses(kind: Kind, match: str, call: Callable[..., object], /, *given, **options):
+def refuses(kind, match, call, /, *given, **options):
     """Fail unless a call raises an error of a kind, with this sentence."""
     with pytest.raises(kind, match=match):
         call(*given, **options)

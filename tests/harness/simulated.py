@@ -32,7 +32,6 @@ from zlib import crc32
 
 import pytest
 
-from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from tests.harness import left_out
 
@@ -57,7 +56,7 @@ class Simulation:
     seed: int
     check: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         """Return it as part of the test's name."""
         return f"{self.ranks}-ranks-seed-{self.seed}"
 
@@ -72,14 +71,14 @@ class PerRank:
     given: dict[str, Any]
 
 
-def pytest_addoption(parser: pytest.Parser):
+def pytest_addoption(parser):
     """Add --sizes."""
     parser.addoption(
         "--sizes", type=int, help="on how many of the numbers of ranks a simulated test runs (all)"
     )
 
 
-def pytest_configure(config: pytest.Config):
+def pytest_configure(config):
     """Describe the marks."""
     for name, where in (
         ("simulated", "simulated ranks"),
@@ -91,14 +90,14 @@ def pytest_configure(config: pytest.Config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_itemcollected(item: pytest.Item):
+def pytest_itemcollected(item):
     """Give a test of both worlds to pytest-mpi where there is MPI."""
     mark = item.get_closest_marker("both_worlds")
     if mark is not None and item.config.getoption("--with-mpi", default=False):
         item.add_marker(pytest.mark.mpi(min_size=mark.kwargs.get("min_size", 1)))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc):
+def pytest_generate_tests(metafunc):
     """Make a test of each number of ranks where there is no MPI."""
     marks = [
         metafunc.definition.get_closest_marker(name)
@@ -120,12 +119,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+def pytest_collection_modifyitems(config, items):
     """Leave out the numbers of ranks that a test is not dealt to."""
     if not _dealt_to(config):
         return
     worlds = [(item, world) for item in items if (world := _simulation(item)) is not None]
-    sizes: dict[str, list[int]] = {}
+    sizes = {}
     on_host = config.getoption("--backend", default="numpy") == "numpy"
     for item, world in worlds:
         if world.ranks <= most_ranks(item, on_host):
@@ -147,13 +146,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
-def _simulation(item) -> Simulation | None:
+def _simulation(item):
     """Return the simulation that a test is to run in, if any."""
     world = item.callspec.params.get("group") if hasattr(item, "callspec") else None
     return world if isinstance(world, Simulation) else None
 
 
-def most_ranks(item: pytest.Item, on_host: bool) -> int:
+def most_ranks(item, on_host):
     """Return on how many ranks a test runs at most where tests are dealt out."""
     if not left_out.is_dealt(item):
         return MANY[-1]
@@ -163,17 +162,17 @@ def most_ranks(item: pytest.Item, on_host: bool) -> int:
     return MOST_OF_A_TRAINING if is_training else MOST_DEALT
 
 
-def _name(item: pytest.Item, world: Simulation) -> str:
+def _name(item, world):
     """Return the test's name without its number of ranks."""
     return item.nodeid.replace(str(world), "", 1)
 
 
-def _dealt_to(config: pytest.Config) -> int:
+def _dealt_to(config):
     """Return on how many numbers of ranks a test is to run, 0 for all."""
     return config.option.sizes or int(config.option.quick)
 
 
-def _spread(sizes: list[int], count: int, share: float) -> list[int]:
+def _spread(sizes, count, share):
     """Return so many of the sizes, from small to large ones, beginning at a share of the list."""
     first = int(len(sizes) * share)
     return [
@@ -183,7 +182,7 @@ def _spread(sizes: list[int], count: int, share: float) -> list[int]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request) -> PerRank | None:
+def pytest_fixture_setup(fixturedef, request):
     """Leave what hangs on the group to the ranks."""
     if _simulation(request.node) is None:
         return None
@@ -196,14 +195,14 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request) -> PerRank
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Run the test on its ranks."""
     world = _simulation(pyfuncitem)
     if world is None:
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
-    def live(group: Group):
+    def live(group):
         with ExitStack() as stack:
             values = _Values(group, stack)
             pyfuncitem.obj(**{name: values.of(name, item) for name, item in given.items()})
@@ -222,11 +221,11 @@ class _Values:
     and ended at last.
     """
 
-    def __init__(self, group: Group, stack: ExitStack):
+    def __init__(self, group, stack):
         self._group, self._stack = group, stack
-        self._made: dict[int, Any] = {}
+        self._made = {}
 
-    def of(self, name: str, given):
+    def of(self, name, given):
         """Return the value for an argument of a test or fixture."""
         if isinstance(given, Simulation):
             return self._group

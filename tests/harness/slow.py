@@ -4,9 +4,6 @@ that it runs.
 Each reason is written once, since the table at the end groups what was left out by reason.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import pytest
 
 ONCE_MORE = "a job of its own, like others that ran"
@@ -21,9 +18,7 @@ MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
 
 
-def cases(
-    rows: Iterable[tuple[Any, ...]], quick: Callable[..., bool], reason: str = MORE_LAYOUTS
-) -> list[Any]:
+def cases(rows, quick, reason=MORE_LAYOUTS):
     """Return rows of parameters, those marked slow of which `quick`, which is given a row, is not
     true.
     """
@@ -32,6 +27,6 @@ def cases(
     ]
 
 
-def once_more(value, slow: bool = True, reason: str = ONCE_MORE):
+def once_more(value, slow=True, reason=ONCE_MORE):
     """Return a parameter of a test, marked slow (or not)."""
     return pytest.param(value, marks=pytest.mark.slow(reason)) if slow else value

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,20 +69,20 @@ class Suite:
     folder: Path | None = None
 
     @property
-    def name(self) -> str:
+    def name(self):
         """The number of ranks in words."""
         return "serial" if self.ranks == 0 else f"{self.ranks} rank" + "s" * (self.ranks > 1)
 
     @property
-    def failures(self) -> list[str]:
+    def failures(self):
         """The tests that failed."""
         return [test for test, outcome in self.outcomes.items() if outcome == FAILED]
 
-    def fresh(self, say: Callable[[str], None], claims: str | None = None) -> "Suite":
+    def fresh(self, say, claims=None):
         """Return the same tests, of which none has run."""
         return replace(self, say=say, claims=claims, outcomes={}, reasons={}, cpu_s={}, unsteady={})
 
-    def run(self, only: Collection[str] | None = None):
+    def run(self, only=None):
         """Run the tests, all or those of some names, again after each abort without those that are
         done.
         """
@@ -114,7 +114,7 @@ class Suite:
                 self.outcomes[test] = PASSED
                 self.unsteady[test] = self.reasons.pop(test, "")
 
-    def progress(self) -> str:
+    def progress(self):
         """Return how many tests have ended so far."""
         counts = Counter(self.outcomes.values()) + (
             records.count_ended(self.folder) if self.folder else Counter()
@@ -122,7 +122,7 @@ class Suite:
         failed = f", {counts[FAILED]} failed" * (counts[FAILED] > 0)
         return f"{self.name}: {counts.total() - counts[records.LEFT_OUT]} tests{failed}"
 
-    def _go_on(self, limit_s: float, only: Collection[str] | None) -> bool:
+    def _go_on(self, limit_s, only):
         """Run what is not done yet, and note it; return whether the run broke and there may be
         more.
         """
@@ -168,7 +168,7 @@ class Suite:
         self.reasons.setdefault(culprit, how)
         return result.culprit is not None
 
-    def _command(self) -> list[str]:
+    def _command(self):
         """Return the command: pytest, under mpirun or not."""
         pytest = [sys.executable, "-m", "pytest", "-p", "tests.harness.plugin"]
         # Open MPI gives its ranks a terminal of their own, so pytest cannot see whether there is
@@ -181,25 +181,25 @@ class Suite:
         return [*mpirun(self.ranks), *pytest, *UNDER_MPI, color, *self.arguments]
 
 
-def _spoke_long_ago(folder: Path) -> bool:
+def _spoke_long_ago(folder):
     """Return whether a rank under MPI reported a failure `LOST_S` ago."""
     spoken = [path.stat() for path in folder.glob("*.err")]
     return any(result.st_size > 0 and time.time() - result.st_mtime > LOST_S for result in spoken)
 
 
-def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], None]):
+def run_side_by_side(suites, lanes, say):
     """Run suites, so many at once; what each prints comes in one piece, at its end, by this thread
     alone.
     """
-    ended: queue.SimpleQueue[tuple[Suite, str]] = queue.SimpleQueue()
+    ended = queue.SimpleQueue()
     stopped, all_claimed = threading.Event(), threading.Event()
-    parts: list[tuple[Suite, Suite]] = []  # of each suite
+    parts = []  # of each suite
 
-    def run_lane(number: int, claims: str):
+    def run_lane(number, claims):
         for suite in sorted(suites, key=lambda item: -item.ranks):
             if stopped.is_set() or (all_claimed.is_set() if suite.ranks == 0 else number > 0):
                 continue
-            printed: list[str] = []
+            printed = []
             part = suite.fresh(printed.append, None if suite.ranks else f"{claims}:{number}")
             part.stopped = stopped
             parts.append((suite, part))

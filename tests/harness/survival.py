@@ -25,13 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -73,7 +71,7 @@ EXPECTED_ERRORS = ("was killed", "has stopped", "No space left on device")
 KILLED = 137
 
 
-def draw_faults(seed: int, ranks: int, calls: int) -> Faults:
+def draw_faults(seed, ranks, calls):
     """Return one kill, stop or neither, with slow ranks and late messages, as a seed draws them.
 
     Args:
@@ -92,10 +90,10 @@ def draw_faults(seed: int, ranks: int, calls: int) -> Faults:
 
 
 @contextmanager
-def quick_trainings() -> Iterator[None]:
+def quick_trainings():
     """Leave out what takes longer than such a small run, and do once what is always the same."""
     with pytest.MonkeyPatch.context() as patch:
-        start: list[list[str]] = []
+        start = []
         describe = inputs._describe_start
         patch.setattr(
             inputs,
@@ -107,18 +105,18 @@ def quick_trainings() -> Iterator[None]:
         yield
 
 
-def undisturbed(folder: Path) -> list[bytes]:
+def undisturbed(folder):
     """Return the arrays that a run in step ends with to which nothing happens."""
     simulate(partial(main, [*f"{WORDS} {FIXED}".split(), "--out", str(folder)]), 2)
     return arrays_of(folder)
 
 
-def arrays_of(run: Path) -> list[bytes]:
+def arrays_of(run):
     """Return the arrays of a run's last checkpoint."""
     return [file.read_bytes() for file in sorted(_last(run).glob("*.safetensors"))]
 
 
-def _last(run: Path) -> Path:
+def _last(run):
     """Return the checkpoint that a resume would take: a kill may have come between its name and
     `latest`.
     """
@@ -127,7 +125,7 @@ def _last(run: Path) -> Path:
     return loaded.folder
 
 
-def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
+def survive(seed, run, wanted):
     """Let a run go through what a seed draws.
 
     Args:
@@ -185,7 +183,7 @@ class _Machine:
     now_s: float = 0.0
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
+    def taking_part(self):
         """Let supervisors start simulations instead of processes."""
         popen = SimpleNamespace(**{**vars(subprocess), "Popen": self.start})
         times = SimpleNamespace(
@@ -197,11 +195,11 @@ class _Machine:
             patch.setattr(supervisor, "kill", lambda session: None)
             yield
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         """Let time pass."""
         self.now_s += seconds
 
-    def start(self, command: Sequence[str], **kwargs):
+    def start(self, command, **kwargs):
         """Do what a launcher does, up to the end; return what stands for its process."""
         at = command.index("nnmpi.train")
         ranks = int(command[command.index("-n") + 1]) if "-n" in command[:at] else 1
@@ -214,7 +212,7 @@ class _Machine:
             pid=0, returncode=status, poll=lambda: status, wait=lambda limit_s=None: status
         )
 
-    def _train(self, words: Sequence[str], ranks: int) -> int:
+    def _train(self, words, ranks):
         """Train, and let something go wrong; return the job's status."""
         draws, faulty = self.draws, self.left > 0
         self.left -= faulty
@@ -264,11 +262,11 @@ class _Machine:
 class _AnsweringHosts(Launcher):
     """A launcher of whose hosts some answer."""
 
-    def __init__(self, machine: _Machine):
+    def __init__(self, machine):
         super().__init__("Open MPI", "mpirun")
         object.__setattr__(self, "machine", machine)
 
-    def answering(self, hosts: Sequence[str]) -> list[str]:
+    def answering(self, hosts):
         """Return at least one of the hosts, as the seed draws them."""
         draws = self.machine.draws  # type: ignore[attr-defined]
         return sorted(draws.sample(list(hosts), draws.choice((1, 2, 3, 3))))
@@ -281,11 +279,11 @@ class _Promised:
         self.step = 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self):
         """Note each checkpoint that is finished."""
         finish = checkpoint.CheckpointWriter.finish
 
-        def noting(writer: checkpoint.CheckpointWriter, *args: object) -> str:
+        def noting(writer, *args):
             name = finish(writer, *args)  # type: ignore[arg-type]
             self.step = int(name.rpartition("-")[2])
             return name
@@ -294,7 +292,7 @@ class _Promised:
             patch.setattr(checkpoint.CheckpointWriter, "finish", noting)
             yield
 
-    def find_lost(self, run: Path) -> str:
+    def find_lost(self, run):
         """Return what has become of it, if it is gone."""
         try:
             loaded = checkpoint.load_checkpoint(run / "checkpoints")
@@ -307,7 +305,7 @@ class _Promised:
         )
 
 
-def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
+def _judge_end(run, wanted):
     """Return what is wrong with a run that has ended; where ranks are not in step, its bits are its
     own.
     """
@@ -330,7 +328,7 @@ def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
     return "" if wanted is None or arrays_of(run) == wanted else "the run ends with other bits"
 
 
-def sweep(first: int, last: int) -> tuple[int, str] | None:
+def sweep(first, last):
     """Return the first seed of a range that fails, and how; None where all is well."""
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as name, quick_trainings():
         expected = undisturbed(Path(name) / "undisturbed")
@@ -342,7 +340,7 @@ def sweep(first: int, last: int) -> tuple[int, str] | None:
     return None
 
 
-def _fast_folder() -> str | None:
+def _fast_folder():
     """Return where files are memory, if that is known; what is lost with the power is a matter of
     `FaultyDisk`.
     """
@@ -352,7 +350,7 @@ def _fast_folder() -> str | None:
 BATCH = 50  # seeds that a process takes at once
 
 
-def _stay_on_core(cores: SimpleQueue[int]):
+def _stay_on_core(cores):
     """Keep this process on a core of its own, as ranks take turns thousands of times in a second:
     1.2 times as fast.
     """
@@ -360,12 +358,12 @@ def _stay_on_core(cores: SimpleQueue[int]):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[cores.get()]})
 
 
-def main_sweep(low: int, high: int) -> str:
+def main_sweep(low, high):
     """Go through a range of seeds on all cores, and return what there is to say."""
     begin = time.monotonic()
     firsts = range(low, high, BATCH)
     context = get_context("spawn")
-    cores: SimpleQueue[int] = context.SimpleQueue()
+    cores = context.SimpleQueue()
     count = usable_cores()[0]
     for core in range(count):
         cores.put(core)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,13 +15,13 @@ from tests.harness.suite import Suite
 ROOT = Path(__file__).parents[2]
 
 
-def item(name: str, **marks: tuple[Any, ...]):
+def item(name, **marks):
     """Return a stand-in for a test with these marks."""
     made = {mark: SimpleNamespace(args=args) for mark, args in marks.items()}
     return SimpleNamespace(nodeid=f"tests/{name}", get_closest_marker=made.get)
 
 
-def runs_on(test, among: list[int], quick: bool = True) -> list[int]:
+def runs_on(test, among, quick=True):
     """Return on which numbers of ranks a test runs."""
     return [size for size in among if not reason(test, size, quick, among)]
 
@@ -134,7 +133,7 @@ def test_plain_and_rest_are_all(ranks, tmp_path):
         (tmp_path / "tests" / place).mkdir(parents=True)
         (tmp_path / "tests" / place / f"test_planted_{place}.py").write_text(PLANTED)
 
-    def passed(among: list[int], everything: bool, rest: bool) -> set[str]:
+    def passed(among, everything, rest):
         words = left_out.options(ranks, among, everything, rest)
         more = f"-p tests.harness.simulated -c {ROOT}/setup.cfg --rootdir {tmp_path} {tmp_path}"
         suite = Suite(ranks, words + more.split(), 100, 30, lambda words: None)

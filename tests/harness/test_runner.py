@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.launch import NOT_STARTED
 from tests.harness import job
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read
 from tests.harness.slow import HARNESS, once_more
 
@@ -59,7 +58,7 @@ def test_slow(group):  # not to be blamed for what follows
 """
 
 
-def harness(folder: Path, tests: str, options: str) -> Ending:
+def harness(folder, tests, options):
     """Run the harness on a file of tests, with the project's settings."""
     (folder / "test_planted.py").write_text(BEGIN + tests)
     command = (
@@ -310,7 +309,7 @@ def test_an_interruption_ends_all_runs(tmp_path):
     assert [path.name for path in ticks if path.exists()] == []
 
 
-def wait_until(holds: Callable[[], bool], limit_s: float = 120):
+def wait_until(holds, limit_s=120):
     """Wait until something holds."""
     begin = time.monotonic()
     while not holds():

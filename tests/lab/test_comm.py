@@ -12,7 +12,7 @@ from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.fit import Fit, find_network_fit, load_fit, save_fit
+from nnmpi.comm.fit import find_network_fit, load_fit, save_fit
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.lab.comm import main
 from nnmpi.lab.render.collectives import compare, render
@@ -140,7 +140,7 @@ def test_a_mistake_ends_with_status_2_and_needs_no_mpi():
 
 
 def test_strange_machines_are_simulated_as_asked():
-    def simulated(network: str) -> str:
+    def simulated(network):
         words = ["simulate", "ring", "--ranks", "4", "--bytes", "4MB"]
         return main([*words, "--network", network]).splitlines()[0].partition(", messages by")[0]
 
@@ -230,7 +230,7 @@ HEAD = OSU[: OSU.index("1 2")]
 def test_measurements_of_others_give_the_fit_that_they_are(tmp_path):
     file, out = tmp_path / "osu.txt", tmp_path / "fit.json"
 
-    def fit(text: str, *more: str) -> Fit:
+    def fit(text, *more):
         file.write_text(text)
         main(["fit", "--from", str(file), "--out", str(out), *more])
         return load_fit(out)

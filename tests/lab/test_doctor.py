@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -35,28 +33,28 @@ def finished(tmp_path_factory):
     return folder
 
 
-def write(file: Path, text: str):
+def write(file, text):
     file.parent.mkdir(exist_ok=True)
     file.write_text(text + "\n")
 
 
-def lose_checkpoint(run: Path):
+def lose_checkpoint(run):
     shutil.rmtree(run / "checkpoints" / "step-00000009")
 
 
-def cut_weights(run: Path):
+def cut_weights(run):
     (run / "checkpoints" / "step-00000009" / "model.safetensors").write_bytes(b"")
 
 
-def overflow(run: Path):
+def overflow(run):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     saved = [record for record in records if record["kind"] == "train"]
     saved[-1]["loss"] = None
     write(run / "metrics.jsonl", "\n".join(map(json.dumps, saved)))
 
 
-def unfinished(*acts: Callable[[Path], object]) -> Callable[[Path], None]:
-    def work(run: Path):
+def unfinished(*acts):
+    def work(run):
         for act in (lambda run: (run / "finished.json").unlink(), *acts):
             act(run)
 

@@ -25,7 +25,7 @@ from tests.lab.test_planner import layouts, pricer
 MACHINE = Machine.uniform(1e-5, 1e-9, 2e-10)
 
 
-def seconds(text: GoalText | str, machine: Machine = MACHINE) -> float:
+def seconds(text, machine=MACHINE):
     return makespan(GoalProgram("own", str(text)).simulate(machine))
 
 

@@ -1,9 +1,6 @@
 """Programs of MSCCL: proved, run and written; a wrong one is named by rank, thread block, step."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +19,7 @@ from nnmpi.train.cli import main as train
 from tests.harness.refusals import refuses, usage_error
 
 
-def program(
-    coll: str,
-    parts: int,
-    in_place: bool,
-    scratch: int,
-    blocks: Callable[[int], Any],
-    ranks: int = 2,
-) -> str:
+def program(coll, parts, in_place, scratch, blocks, ranks=2):
     """Return a program's text.
 
     Args:
@@ -56,14 +46,14 @@ def program(
     return "\n".join([f'<algo name="own" proto="Simple" nchannels="1" {head}>', *lines, "</algo>"])
 
 
-def ring(a: int):
+def ring(a):
     """Sums go around without being kept, then results."""
     b, c = (a - 1) % 3, (a - 2) % 3
     text = f"s i{a} i{a} 1; rrs i{b} i{b} 1; rrcs i{c} i{c} 1; rcs i{a} i{a} 1; r i{b} i{b} 1"
     return [(c, b, text)]
 
 
-def pair(rank: int):
+def pair(rank):
     """Each sends its input into the other's scratch; another block adds it, and a third copies."""
     return [
         (1 - rank, 1 - rank, "s i0 s0 2; r i0 s0 2"),
@@ -72,13 +62,10 @@ def pair(rank: int):
     ]
 
 
-def transpose(rank: int):
+def transpose(rank):
     a, b = 2 * rank, 2 - 2 * rank
     other = 1 - rank
-    return [
-        (other, other, f"s i{b} o{a} 2; r i{a} o{b} 2"),
-        (-1, -1, f"cpy i{a} o{a} 2"),
-    ]
+    return [(other, other, f"s i{b} o{a} 2; r i{a} o{b} 2"), (-1, -1, f"cpy i{a} o{a} 2")]
 
 
 PAIR = program("allreduce", 2, False, 2, pair)
@@ -103,7 +90,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def read(text: str, folder: Path) -> Collective:
+def read(text, folder):
     file = folder / "own.xml"
     file.write_text(text)
     result = load_custom(str(file), "--allreduce", "")
@@ -111,7 +98,7 @@ def read(text: str, folder: Path) -> Collective:
     return result
 
 
-def check_sums(collective: Collective):
+def check_sums(collective):
     """Run it on every length, twice."""
 
     def sums(group):
@@ -211,11 +198,11 @@ def test_a_single_change_is_refuted(case, tmp_path):
     )
 
 
-def changed(old: str, new: str) -> str:
+def changed(old, new):
     return PAIR.replace(old, new, 1)
 
 
-def empty(rank: int):
+def empty(rank):
     return []
 
 

@@ -1,9 +1,7 @@
 """Models as ONNX files, beside onnxruntime: what they compute, are called, and are refused for."""
 
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -47,16 +45,16 @@ class Own(nn.Module):
         layers: by name.
     """
 
-    def __init__(self, compute: Callable[..., Any], **layers: nn.Module):
+    def __init__(self, compute, **layers):
         self.compute = compute
         for name, layer in layers.items():
             setattr(self, name, layer)
 
-    def forward(self, *inputs: Tensor):
+    def forward(self, *inputs):
         return self.compute(self, *inputs)
 
 
-def states(m, x: Tensor):
+def states(m, x):
     """Return what an LSTM and cells make of states of the batch's length."""
     zeros, ones = (Tensor(f((2, len(x), 5), "f4")) for f in (np.zeros, np.ones))
     h, (last, c) = m.a.with_state(x, (zeros, zeros))
@@ -142,14 +140,14 @@ OWN = {
 CASES = ZOO | {name: (partial(Own, f, **layers), (1, *x)) for name, (f, layers, x) in OWN.items()}
 
 
-def case(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
+def case(name):
     """Return a model, and its inputs for a number of rows."""
     make, (_, *shape) = CASES[name]
     model = make().initialize(seed=0)
     for _, buffer in model.named_buffers():
         buffer.data = (buffer.data + RANDOM.random(buffer.shape)).astype("f4")
 
-    def batch(n: int) -> tuple[Any, ...]:
+    def batch(n):
         if name in TEXT or name.startswith(("models.lstm", "models.gpt")):
             return (RANDOM.integers(0, 65, (n, *shape)),)
         x = RANDOM.standard_normal((n, *shape)).astype("f4")
@@ -248,7 +246,7 @@ def test_arguments(tmp_path, monkeypatch):
 def test_a_run(tmp_path, monkeypatch, capfd):
     """Its file has the data's scale and classes, and predicts as the run does, in its units."""
 
-    def call(command, words: str):
+    def call(command, words):
         nnmpi.simulate(lambda group: command(words.split(), group), 1)
 
     monkeypatch.chdir(tmp_path)

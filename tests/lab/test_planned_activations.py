@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.comm.machine import Machine
 from nnmpi.data import Dataset
 from nnmpi.lab.planner import profile
@@ -51,7 +51,7 @@ def test_activations_are_those_of_the_ledger(one):
     if one.pp > 1:
         options["split"] = tuple(map(len, priced.shapes.cuts(one.pp, one.virtual_stages)))
 
-    def run(group: Group) -> tuple[int, int]:
+    def run(group):
         with ready(work, options, group) as (worker, batches):
             for _ in range(profile.RECORDED_STEPS):
                 worker.step(next(batches), lr=0.0)
@@ -71,7 +71,7 @@ def test_the_second_half_of_a_backward_is_counted():
     work = workload(32, table, model="mlp", hidden=[128, 128])
     options = Candidate(pp=2, pipeline="zero-bubble", microbatches=4).options()
 
-    def run(group: Group) -> tuple[float, int]:
+    def run(group):
         with ready(work, options, group) as (worker, batches):
             for _ in range(profile.RECORDED_STEPS):
                 worker.step(next(batches), lr=0.0)

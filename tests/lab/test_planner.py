@@ -7,13 +7,12 @@ import shlex
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import threadpoolctl
 
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
@@ -30,7 +29,6 @@ from nnmpi.lab.planner.price import (
     MEASURED,
     Candidate,
     LayoutPrice,
-    Pricer,
     Profile,
     ShareCost,
     StepCost,
@@ -69,7 +67,7 @@ def quick(monkeypatch, tmp_path):
         monkeypatch.setattr(module, name, value)
 
 
-def workload(batch_size: int = 16, samples: Dataset | None = None, **options) -> Workload:
+def workload(batch_size=16, samples=None, **options):
     drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
     dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
     gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
@@ -80,7 +78,7 @@ def workload(batch_size: int = 16, samples: Dataset | None = None, **options) ->
     )
 
 
-def made_up(ranks: int, batch_size: int = 16) -> Profile:
+def made_up(ranks, batch_size=16):
     """Return times that nobody has measured: a row costs what a layer's parameters say."""
     model = workload().build()
     elements = [
@@ -108,7 +106,7 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
 
 
 @cache
-def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pricer:
+def pricer(ranks, per_node, name="", factor=1.0):
     """Return prices of a made-up machine, on which one field of the layers or steps is so many
     times as much.
     """
@@ -129,7 +127,7 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
     return work.pricer(times, PlannedNetwork("made up", machine, ranks))
 
 
-def layouts(one: Pricer) -> list[Candidate]:
+def layouts(one):
     return candidates(
         one.network.ranks, one.batch_size, one.profile.shares, len(one.profile.layers)
     )[0]
@@ -241,7 +239,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
         "batch_size": batch,
     }
 
-    def run(group: Group) -> float:
+    def run(group):
         return auto_layout.time_layout(work, options, group)
 
     took_s = simulate(run, one.ranks, machine, cpu_factor=0.0)[0]
@@ -252,7 +250,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
 def test_state_is_that_of_the_ledger_to_the_byte(one):
     work = workload()
 
-    def run(group: Group) -> dict[str, int]:
+    def run(group):
         with ready(work, one.options() | {"batch_size": 4}, group) as (worker, _):
             return dict(worker.ledger.report().held)
 
@@ -346,10 +344,10 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "typical_s", lambda *_: took)
     said = []
 
-    def take(batch_size: int = 16, again: bool = False, **options) -> Profile:
+    def take(batch_size=16, again=False, **options):
         other = workload(batch_size, table, model="mlp", hidden=[8], **options)
 
-        def find(group: Group) -> Profile:
+        def find(group):
             return find_profile(other, group, 2, said.append, again)[0]
 
         return simulate(find, 1)[0]
@@ -386,7 +384,7 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
         take()
     assert len(measured) == 5
 
-    def homeless() -> NoReturn:
+    def homeless():
         raise UsageError("this user has no home folder")
 
     monkeypatch.setattr(profile, "cache_folder", homeless)
@@ -410,7 +408,7 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
     work = workload(16, table, model="mlp", hidden=[8])
     measure_layers, times = profile.measure_layers, iter(range(1, 100))
 
-    def slower(*args, **options) -> list[LayerCost]:
+    def slower(*args, **options):
         costs = measure_layers(*args, **options)
         return [replace(cost, keep_s=1e3 * next(times)) for cost in costs]
 
@@ -436,7 +434,7 @@ def test_a_step_s_parts_are_told_apart(monkeypatch):
         seen.add(call)
         return [slow * take_one(options) for options in several]
 
-    def take_one(options: dict[str, Any]) -> float:
+    def take_one(options):
         if options.get("pp", 1) > 1:
             return 0.1 + piped_s[options["pipeline"]] * options["microbatches"]
         if "dp" in options:
@@ -500,10 +498,10 @@ def test_a_given_layout_has_a_price_if_its_parts_were_measured(tmp_path, monkeyp
         "--dp 2 --microbatches 2": False,
     }
 
-    def has_price(words: str) -> bool:
+    def has_price(words):
         out = tmp_path / f"run{len(words)}"
 
-        def train(group: Group):
+        def train(group):
             main([*SMALL, *words.split(), "--jit", "off", "--out", str(out)], group)
 
         simulate(train, 2)
@@ -521,7 +519,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch):
     """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
     ran = []
 
-    def time_layout(_: Workload, options: dict[str, Any], group: Group, *__) -> float:
+    def time_layout(_, options, group, *__):
         if group.is_root:
             ran.append(options)
         return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
@@ -534,7 +532,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch):
     monkeypatch.setattr(auto_layout, "find_network", lambda *_: text)
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
 
-    def chosen() -> ChosenLayout:
+    def chosen():
         return simulate(lambda group: choose(config, group, numpy_backend(), lambda _: None), 2)[0]
 
     first, count = chosen(), len(ran)
@@ -550,7 +548,7 @@ def test_a_race_goes_in_turns(monkeypatch):
     took = {"a": [2.0, 1.0], "b": [9.0, 9.5], "c": [1.1, 1.3]}
     ran = []
 
-    def time_layout(_, name: str, *__) -> float:
+    def time_layout(_, name, *__):
         ran.append(name)
         return took[name][ran.count(name) - 1]
 
@@ -633,7 +631,7 @@ def test_parts_are_measured_with_the_kernels_that_train(
     """By the plan command, and for a run whose layout is chosen."""
     pytest.importorskip("numba")
 
-    def measured(*_) -> NoReturn:
+    def measured(*_):
         raise UsageError(f"compiled: {setting() is True}")
 
     monkeypatch.setattr(plan, "find_profile", measured)

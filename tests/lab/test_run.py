@@ -47,7 +47,7 @@ eval "$(sed -n "${{count}}p" {folder}/acts)"
 AGENT = '#!/bin/sh\n[ "$1" != "$(cat {folder}/dead)" ]\n'
 
 
-def make_script(file: Path, text: str) -> str:
+def make_script(file, text):
     file.write_text(text.format(folder=file.parent))
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return str(file)
@@ -60,9 +60,7 @@ def play(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
 
-    def supervise(
-        *acts: str, words: str = "--model mlp --dp 4", kind: str = "Open MPI", **plan: object
-    ) -> tuple[list[str], list[str]]:
+    def supervise(*acts, words="--model mlp --dp 4", kind="Open MPI", **plan):
         (tmp_path / "acts").write_text("\n".join(acts) + "\n")
         launcher = Launcher(kind, make_script(tmp_path / "mpirun", SCRIPT))
         text = []
@@ -97,9 +95,7 @@ def test_a_host_is_no_option_of_ssh():
         main(["-n", "2", "--hosts=-oProxyCommand=touch x", "--", "--dataset", "iris"])
 
 
-def test_it_starts_again_until_the_run_has_proved_its_end(
-    play,
-):
+def test_it_starts_again_until_the_run_has_proved_its_end(play):
     """A status of 0 alone proves nothing; after the first start the run's own options hold, on any
     number of ranks.
     """
@@ -135,9 +131,7 @@ def test_a_limit_of_steps_is_no_end(play):
     )
 
 
-def test_it_gives_up_where_nothing_goes_on(
-    play,
-):
+def test_it_gives_up_where_nothing_goes_on(play):
     """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the
     model needs.
     """
@@ -179,9 +173,7 @@ def test_what_is_no_fault_is_not_tried_again(act, told, play):
     assert text[-1].startswith(told)
 
 
-def test_a_job_that_does_not_come_up_is_started_again(
-    play,
-):
+def test_a_job_that_does_not_come_up_is_started_again(play):
     """Such as one with a rank that is stopped before MPI knows of it, which nobody in the job can
     see.
     """
@@ -209,11 +201,7 @@ def test_a_launcher_without_ranks_is_ended(kind, seconds, play, monkeypatch):
     assert time.monotonic() - begin < 20
 
 
-def test_a_host_that_does_not_answer_is_left_out(
-    tmp_path,
-    monkeypatch,
-    play,
-):
+def test_a_host_that_does_not_answer_is_left_out(tmp_path, monkeypatch, play):
     """With its ranks, as long as it is away; without any host that answers nothing is started."""
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", make_script(tmp_path / "agent", AGENT))
     (tmp_path / "dead").write_text("nobody")
@@ -333,7 +321,7 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     simulate(partial(train_command, f"{words} --out {tmp_path / 'whole'}".split()), 1)
     broken, draws, kills = tmp_path / "broken", random.Random(3), [4, 20]
 
-    def disturb() -> bool:
+    def disturb():
         if (
             kills
             and lines(broken / "metrics.jsonl") > kills[0]
@@ -396,7 +384,7 @@ def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path):
     assert ending.status == 0 and "finished after 1 start" in ending.output, ending.output
 
 
-def killed_and_again(folder: Path):
+def killed_and_again(folder):
     """Kill whole jobs, train one to the end, and print what is left in folders that all share."""
     words = f"-n 3 -- {FIXED} --no-jit --eval-every 0 --log-every 5 --save-every 5steps --out"
     command = [sys.executable, "-m", "nnmpi", "run", *words.split()]

@@ -4,7 +4,6 @@ equal or not.
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +98,7 @@ SERIAL = {
 GRADIENTS, WEIGHTS = SERIAL["gradients of step 1"], SERIAL["weights after step 2"]
 
 
-def findings(exact: bool = False, **changes) -> dict[str, Any]:
+def findings(exact=False, **changes):
     result = compare({**SERIAL, **changes}, SERIAL, 2, "float64", 16, exact)
     return {item.what: item for item in result}
 
@@ -169,7 +168,7 @@ def apart(sample_shape, classes):
 """
 
 
-def layouts(size: int) -> list[str]:
+def layouts(size):
     """Return a layout of each kind, in words."""
     result = [f"--dp {size}", f"--pp {size}", f"--tp {size}"]
     return result + ([f"--dp {size // 4} --pp 2 --tp 2"] if size % 4 == 0 else [])
@@ -281,7 +280,7 @@ GPT = (
 )
 
 
-def verify(words: str, ranks: int) -> list[bool]:
+def verify(words, ranks):
     return on_ranks(main, words, ranks)
 
 
@@ -302,9 +301,7 @@ def test_shared_positions_are_the_serial_run(heads, capfd):
     assert "equal within the tolerance" in capfd.readouterr().out
 
 
-def test_a_model_whose_layers_take_one_position_after_the_other(
-    capfd,
-):
+def test_a_model_whose_layers_take_one_position_after_the_other(capfd):
     words = (
         "--model lstm --features 5 --context 4 --classes 7 --batch-size 5 --samples 9 --steps 2"
         " --microbatches 2"

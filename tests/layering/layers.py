@@ -1,7 +1,7 @@
 """The layers of the package, as a table, with the few exceptions and why they are there."""
 
 # A module imports from lower layers; the rooms of one layer do not import one another.
-LAYERS: tuple[frozenset[str], ...] = (
+LAYERS = (
     frozenset({"base"}),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "optim", "data"}),
@@ -26,7 +26,7 @@ DOORS = frozenset({"nnmpi/__init__.py", "nnmpi/base/wings.py", "nnmpi/commands/t
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # What these parts do not import although it lies below them.
-STRANGERS: dict[str, frozenset[str]] = {
+STRANGERS = {
     "schedule": frozenset({"backend"}),
     "nn": frozenset({"comm", "schedule", "optim"}),
     "models": frozenset({"comm", "schedule", "optim"}),
@@ -121,10 +121,7 @@ LATE_IMPORTS = {
 SPEAKERS = frozenset({"nnmpi.base.command", "nnmpi.comm.ranks"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.
-FOREIGN_FLAGS = {
-    "--mpi": "srun's",
-    "--shm-size": "docker's",
-}
+FOREIGN_FLAGS = {"--mpi": "srun's", "--shm-size": "docker's"}
 
 # Who pickles all the same: objects of mpi4py's programs travel so, and stay in the process.
 PICKLERS = frozenset({"nnmpi/teaching/mpi_front/modules.py"})

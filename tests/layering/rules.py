@@ -2,13 +2,11 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 from tests.layering import layers
-from tests.layering.source import PACKAGE, Import, Source, imports, part_of, read_tree
+from tests.layering.source import PACKAGE, imports, part_of, read_tree
 
 MUTATORS = frozenset(
     {
@@ -40,31 +38,31 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![a-z-])")
 class Tree:
     """All files of the package, with what they import."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.sources = read_tree(root)
         self.packages = frozenset(source.module for source in self.sources if source.is_init)
         self.modules = {source.module: source for source in self.sources}
 
     @cached_property
-    def imports(self) -> dict[str, list[Import]]:
+    def imports(self):
         """What each file imports."""
         modules = frozenset(self.modules)
         return {source.path: imports(source, modules) for source in self.sources}
 
-    def each_import(self) -> Iterator[tuple[Source, Import]]:
+    def each_import(self):
         """Yield every import with its file."""
         for source in self.sources:
             for result in self.imports[source.path]:
                 yield source, result
 
 
-def violations(root: Path) -> list[str]:
+def violations(root):
     """Return every breach of a rule by the package under `root`."""
     tree = Tree(root)
     return [sentence for rule in RULES for sentence in rule(tree)]
 
 
-def lower_layers_only(tree: Tree) -> Iterator[str]:
+def lower_layers_only(tree):
     """A module imports only lower layers; the parts of one layer do not import one another."""
     for source in tree.sources:
         if source.part and source.part not in layers.LAYER_OF:
@@ -93,7 +91,7 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
             yield f"{where}; {local} must not know {other}"
 
 
-def wings_unknown(tree: Tree) -> Iterator[str]:
+def wings_unknown(tree):
     """The core names no wing in a string: a path or a module to import."""
     wings = "|".join(sorted(layers.WINGS))
     named = re.compile(rf"(?<![\w.-])(?:{PACKAGE}[./])?(?:{wings})[./](?![\s./]|$)")
@@ -108,7 +106,7 @@ def wings_unknown(tree: Tree) -> Iterator[str]:
                 )
 
 
-def strategies_apart(tree: Tree) -> Iterator[str]:
+def strategies_apart(tree):
     """No parallel strategy imports another, unless it is a variant of that one."""
     for source, result in _inside(tree):
         local, other = (_strategy_of(module) for module in (source.module, result.target))
@@ -119,7 +117,7 @@ def strategies_apart(tree: Tree) -> Iterator[str]:
             )
 
 
-def _strategy_of(module: str) -> str:
+def _strategy_of(module):
     """Return the strategy that a module is or belongs to, else an empty string."""
     name = ".".join(module.split(".")[2:3]) * module.startswith(f"{PACKAGE}.parallel.")
     return name if name in layers.STRATEGIES else ""
@@ -128,7 +126,7 @@ def _strategy_of(module: str) -> str:
 ANSWERS = f"{PACKAGE}.base.words"  # what a package says about a name that it lacks
 
 
-def defining_module(tree: Tree) -> Iterator[str]:
+def defining_module(tree):
     """Inside the package the module that defines a name is imported, never a package's
     `__init__`.
     """
@@ -149,7 +147,7 @@ def defining_module(tree: Tree) -> Iterator[str]:
             )
 
 
-def libraries_at_home(tree: Tree) -> Iterator[str]:
+def libraries_at_home(tree):
     """mpi4py only in comm/mpi, cupy only in backend; pickle nowhere."""
     for source, result in tree.each_import():
         library = result.target.partition(".")[0]
@@ -163,7 +161,7 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
             )
 
 
-def one_writer_of_json(tree: Tree) -> Iterator[str]:
+def one_writer_of_json(tree):
     """base/files.py writes and reads JSON, without NaN; messages between ranks may have it."""
     for source in tree.sources:
         for node in source.nodes:
@@ -176,7 +174,7 @@ def one_writer_of_json(tree: Tree) -> Iterator[str]:
                 yield f"{source.path}:{node.lineno}: json.{node.attr}; base/files.py has json_text"
 
 
-def imports_on_top(tree: Tree) -> Iterator[str]:
+def imports_on_top(tree):
     """Imports stand at the top of the file, except of optional libraries."""
     for source, result in tree.each_import():
         is_optional = result.target.partition(".")[0] in layers.OPTIONAL
@@ -191,7 +189,7 @@ def imports_on_top(tree: Tree) -> Iterator[str]:
             )
 
 
-def options_in_train(tree: Tree) -> Iterator[str]:
+def options_in_train(tree):
     """Library modules name arguments; only modules that read the command line speak of `--options`.
 
     Docstrings may show a command as an example.
@@ -206,7 +204,7 @@ def options_in_train(tree: Tree) -> Iterator[str]:
                     )
 
 
-def no_shared_state(tree: Tree) -> Iterator[str]:
+def no_shared_state(tree):
     """No list or dictionary of a module that its functions change."""
     for source in tree.sources:
         names = {name for node in source.tree.body for name in _assigned(node)}
@@ -222,7 +220,7 @@ def no_shared_state(tree: Tree) -> Iterator[str]:
                     )
 
 
-def documented(tree: Tree) -> Iterator[str]:
+def documented(tree):
     """Every module, and every public class, function and method, has a docstring."""
     for source in tree.sources:
         if ast.get_docstring(source.tree) is None:
@@ -240,9 +238,9 @@ def documented(tree: Tree) -> Iterator[str]:
                     yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
 
 
-def one_meaning(tree: Tree) -> Iterator[str]:
+def one_meaning(tree):
     """A name of a class or of an alias of a type stands in one file."""
-    result: dict[str, list[str]] = {}
+    result = {}
     for source in tree.sources:
         for node in source.nodes:
             is_class = isinstance(node, ast.ClassDef) and node in source.tree.body
@@ -253,14 +251,14 @@ def one_meaning(tree: Tree) -> Iterator[str]:
             yield f"{places[-1]}: {name} is a type of {places[0]}, too; one name means one thing"
 
 
-def _aliases(node: ast.AST) -> set[str]:
+def _aliases(node):
     """Return the names of types that an assignment defines, in capitals and small letters."""
     if isinstance(getattr(node, "value", None), ast.Call):  # a TypeVar has no meaning
         return set()
     return {name for name in _assigned(node) if re.fullmatch("[A-Z][a-z][A-Za-z]+", name)}
 
 
-def references_exist(tree: Tree) -> Iterator[str]:
+def references_exist(tree):
     """What docstrings and comments name in backquotes, and maps without, is a module, or a name in
     one.
     """
@@ -272,7 +270,7 @@ def references_exist(tree: Tree) -> Iterator[str]:
                 yield f"{source.path}:1: names {result[0]}, which does not exist"
 
 
-def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
+def dead_references(tree, path, text):
     """Yield a sentence for each path of the package in backquotes that leads nowhere."""
     for result in QUOTED.finditer(text):
         if not refers(tree, result[1]):
@@ -280,7 +278,7 @@ def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
             yield f"{path}:{line}: names {result[0]}, which does not exist"
 
 
-def refers(tree: Tree, words: str) -> bool:
+def refers(tree, words):
     """Return whether words like "comm.world.Comm" lead to a module or a name in it; also if they
     are no path at all.
     """
@@ -293,7 +291,7 @@ def refers(tree: Tree, words: str) -> bool:
     return not names or names[0] in _defined(tree, module)
 
 
-def _defined(modules: Tree, module: str) -> set[str]:
+def _defined(modules, module):
     """Return the names that a module has: classes, functions, values and what it imports."""
     tree = modules.modules[module].tree
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -306,9 +304,9 @@ def _defined(modules: Tree, module: str) -> set[str]:
     return names
 
 
-def no_cycles(tree: Tree) -> Iterator[str]:
+def no_cycles(tree):
     """No modules that import one another, be it in a function or for types."""
-    edges = {source.module: set[str]() for source in tree.sources}
+    edges = {source.module: set() for source in tree.sources}
     for source, result in _inside(tree):
         if source.module not in (PACKAGE, result.target):
             edges[source.module].add(result.target)
@@ -319,7 +317,7 @@ def no_cycles(tree: Tree) -> Iterator[str]:
         yield f"{tree.modules[cycle[0]].path}:1: imports itself in a circle: {' -> '.join(cycle)}"
 
 
-RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
+RULES = (
     lower_layers_only,
     wings_unknown,
     strategies_apart,
@@ -336,22 +334,22 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
 )
 
 
-def _inside(tree: Tree) -> Iterator[tuple[Source, Import]]:
+def _inside(tree):
     """Yield the imports of the package's own modules."""
     return ((source, result) for source, result in tree.each_import() if _is_inside(result))
 
 
-def _is_inside(found: Import) -> bool:
+def _is_inside(found):
     return found.target == PACKAGE or found.target.startswith(f"{PACKAGE}.")
 
 
-def _may_talk(source: Source) -> bool:
+def _may_talk(source):
     """Return whether a module is of a command."""
     is_above = layers.LAYER_OF.get(source.part, 0) >= layers.LAYER_OF["train"]
     return is_above or source.module in layers.SPEAKERS or source.module.endswith("__main__")
 
 
-def _strings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
+def _strings(nodes):
     """Yield the literal strings, and the literal parts of f-strings, that are no docstrings."""
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
@@ -363,7 +361,7 @@ def _strings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
             yield node
 
 
-def _needs_docstring(node: ast.stmt) -> bool:
+def _needs_docstring(node):
     """Whether this is public; setters and overloads are explained where they are first defined."""
     if not isinstance(
         node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -373,7 +371,7 @@ def _needs_docstring(node: ast.stmt) -> bool:
     return not any(name.endswith((".setter", "overload", "override")) for name in decorators)
 
 
-def _assigned(node: ast.AST) -> set[str]:
+def _assigned(node):
     """Return the names that a statement binds."""
     if not isinstance(node, (ast.Assign, ast.AnnAssign)):
         return set()
@@ -382,7 +380,7 @@ def _assigned(node: ast.AST) -> set[str]:
     return {item.id for item in bound if isinstance(item.ctx, ast.Store)}
 
 
-def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+def _changes(nodes):
     """Yield line and name of everything that a function changes in place: x[i] = ..., x += ...,
     x.append(...).
     """

@@ -1,10 +1,8 @@
 """One source file as the rules see it: its name, its tree, and everything that it imports."""
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 PACKAGE = "nnmpi"
 
@@ -46,29 +44,29 @@ class Source:
     tree: ast.Module
 
     @cached_property
-    def nodes(self) -> tuple[ast.AST, ...]:
+    def nodes(self):
         """All nodes of the tree, for the rules that look at each."""
         return tuple(ast.walk(self.tree))
 
     @property
-    def part(self) -> str:
+    def part(self):
         """The first name below the package: `comm` of nnmpi.comm.ring; nothing for
         `nnmpi/__init__`.
         """
         return part_of(self.module)
 
 
-def part_of(module: str) -> str:
+def part_of(module):
     """Return the first name below the package, or nothing for the package itself."""
     return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
-def read_tree(root: Path) -> list[Source]:
+def read_tree(root):
     """Return the package's files under `root`, in order."""
     return [_read(root, path) for path in sorted((root / PACKAGE).rglob("*.py"))]
 
 
-def _read(root: Path, path: Path) -> Source:
+def _read(root, path):
     relative = path.relative_to(root)
     names = relative.with_suffix("").parts
     is_init = names[-1] == "__init__"
@@ -77,7 +75,7 @@ def _read(root: Path, path: Path) -> Source:
     return Source(relative.as_posix(), module, is_init, text, ast.parse(text, str(relative)))
 
 
-def imports(source: Source, modules: frozenset[str]) -> list[Import]:
+def imports(source, modules):
     """Return everything that the file imports, `importlib.import_module("name")` included.
 
     Args:
@@ -91,7 +89,7 @@ def imports(source: Source, modules: frozenset[str]) -> list[Import]:
     ]
 
 
-def _walk(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
+def _walk(tree):
     """Yield every statement and expression, with whether it is in a function and under `if
     TYPE_CHECKING`.
     """
@@ -109,7 +107,7 @@ def _walk(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
             left += [(child, late, types) for child in ast.iter_child_nodes(node)][::-1]
 
 
-def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str]:
+def _targets(node, source, modules):
     """Return the full names of the modules that this node imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -127,7 +125,7 @@ def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str
     return []
 
 
-def _base(node: ast.ImportFrom, source: Source) -> str:
+def _base(node, source):
     """Return the module that `from ... import` names, with the dots of a relative import
     resolved.
     """

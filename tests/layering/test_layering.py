@@ -241,7 +241,7 @@ ALLOWED = {
 }
 
 
-def write(root: Path, files: dict[str, str]):
+def write(root, files):
     """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does
     not have.
     """

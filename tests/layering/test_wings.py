@@ -31,7 +31,7 @@ for name in nnmpi.__all__:
 """
 
 
-def run(folder: Path, *words: str) -> tuple[int, str]:
+def run(folder, *words):
     """Run Python in a folder with its own copy of the package; return its status and output."""
     ending = subprocess.run(
         [sys.executable, "-W", "error", *words],

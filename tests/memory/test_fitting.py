@@ -1,14 +1,11 @@
 """Pipelines within a budget for activations: the peak is the predicted one, and below it."""
 
-from collections.abc import Collection
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, simulate
-from nnmpi.backend.array import Array
+from nnmpi import Layout, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.memory.fitting import choose_savings
 from tests.device.here import on_device
@@ -19,10 +16,10 @@ from tests.harness.refusals import usage_error
 PLAIN = {"pp": 2, "split": (4, 4)}
 
 
-def peaks(layout: dict[str, Any], ranks: int) -> list[tuple[int, int, str]]:
+def peaks(layout, ranks):
     """Return each rank's peak of activations, the number of recomputed segments, and its lines."""
 
-    def main(group: Group) -> tuple[int, int, str]:
+    def main(group):
         worker = build(GPT, group, Layout(**layout), counts=True)
         for batch in islice(batches(GPT, worker), 3):
             worker.step(batch)
@@ -58,7 +55,7 @@ def test_saved_arrays_go_out_where_that_is_faster(tmp_path):
     store = "host" if on_device() else str(tmp_path)
     layout = PLAIN | {"pipeline": "gpipe", "activation_memory": 60_000, "offload": store}
 
-    def main(group: Group) -> tuple[int, int, list[float]]:
+    def main(group):
         worker = build(GPT, group, Layout(**layout), counts=True)
         losses = [worker.step(batch).loss for batch in islice(batches(GPT, worker), 3)]
         peak = worker.ledger.report().peaks["activations"]
@@ -87,12 +84,7 @@ def test_chosen_savings_fit_and_none_of_theirs_does():
         again_s, moving_s = (dict(enumerate(rng.random(7).tolist())) for _ in range(2))
         moving_s = moving_s if rng.random() < 0.5 else {}
 
-        def peak(
-            again: Collection[int],
-            moved: Collection[int],
-            held: Array = held,
-            left: Array = left,
-        ) -> int:
+        def peak(again, moved, held=held, left=left):
             return sum(
                 int(left[0, i] if i in again else left[1, i] if i in moved else held[i])
                 for i in range(7)
@@ -119,7 +111,7 @@ def test_recomputing_all_is_tried_where_moving_saves_too_little():
     """What stays when a segment is moved is more than what a recomputed one leaves."""
     held, stays = {0: 10, 1: 10}, {0: 6, 1: 6}
 
-    def peak(again: Collection[int], moved: Collection[int]) -> float:
+    def peak(again, moved):
         return sum(
             1 if i in again else stays[i] if i in moved else nbytes for i, nbytes in held.items()
         )

@@ -5,18 +5,17 @@ import gc
 import tracemalloc
 from contextlib import nullcontext
 from itertools import chain, count, islice
-from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Layout, Worker, models, nn, ops, optim, simulate
+from nnmpi import Layout, Worker, models, nn, ops, optim, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
 from nnmpi.data import Dataset, Loader
-from nnmpi.memory import MemoryReport, RecomputedModel
+from nnmpi.memory import RecomputedModel
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, KINDS, MemoryLedger
 from nnmpi.memory.store import Store, saved_memory
 from tests.equivalence.reference import Setup, batches, build
@@ -25,17 +24,11 @@ from tests.worker_options import arranged
 HIDDEN = (30, 20, 40)
 
 
-def ones() -> Dataset:
+def ones():
     return Dataset("ones", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
 
 
-def train(
-    group: Group,
-    zero: int,
-    allreduce: str = "native",
-    trace: bool = False,
-    hidden: tuple[int, ...] = HIDDEN,
-) -> tuple[MemoryReport, str, Any]:
+def train(group, zero, allreduce="native", trace=False, hidden=HIDDEN):
     setup = Setup(models.mlp, {"hidden": hidden}, dtype="float32", data=ones, batch_size=8)
     layout = Layout(zero=zero, memory_limit=2**40, unit_bytes=1)
     options = {"allreduce": allreduce, "fused_update": False, "check": False}
@@ -69,7 +62,7 @@ def test_what_is_predicted_is_what_is_measured(zero):
 def test_a_short_last_batch_does_not_stand_for_full_ones(group):
     """Where it is the second step, as in an epoch of two, the next full batch is counted, too."""
 
-    def activations(samples: int, steps: int) -> int:
+    def activations(samples, steps):
         data = Dataset("numbers", np.ones((samples, 6), np.float32), np.zeros(samples, int), 3)
         model = models.mlp((6,), 3, HIDDEN).initialize()
         worker = Worker(model, optim.Adam(model.storage), group)
@@ -119,7 +112,7 @@ ON_HOST = pytest.mark.host_only("the host's allocations")
 def test_a_meter_counts_its_own_rank(ranks):
     """What lives, and the most meanwhile, without what other ranks do in their turns."""
 
-    def main(group: Group) -> tuple[int, int]:
+    def main(group):
         size = 2**20 * (1 + group.rank)
 
         def work():
@@ -145,7 +138,7 @@ def test_the_peak_is_that_of_a_trace(budget, microbatches):
     data = Dataset("numbers", np.ones((64, 64), np.float32), np.zeros(64, int), 3)
     (batch,) = Loader(data, 64, workers=0, microbatches=microbatches).epoch(0)
 
-    def main(group: Group) -> tuple[int, int]:
+    def main(group):
         layout = Layout(activation_memory=budget)
         net, sample = models.mlp((64,), 3, [512] * 4), data.rows(np.arange(4))
         worker = arranged(net, group, layout, sample)
@@ -159,7 +152,7 @@ def test_the_peak_is_that_of_a_trace(budget, microbatches):
     assert counted == pytest.approx(most, rel=0.03)
 
 
-def live_and_counted(layer: nn.Module) -> tuple[int, int]:
+def live_and_counted(layer):
     """Return the bytes that a forward pass leaves in memory, and those that are counted."""
     model = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 8)).initialize(seed=0)
     x = np.random.default_rng(0).normal(size=(8, 64, 64)).astype("float32")
@@ -171,7 +164,6 @@ def live_and_counted(layer: nn.Module) -> tuple[int, int]:
         y = model(x)
         live = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-    assert y.tape is not None
     outside = [x, y.data, *(parameter.data for parameter in model.parameters())]
     return live, sum(saved_memory(y.tape.find().nodes, outside).values()) + y.data.nbytes
 
@@ -199,7 +191,7 @@ def test_a_plan_sees_the_experts_activations(tmp_path):
     """
     x, y = np.random.default_rng(0).normal(size=(8, 32, 64)), np.zeros((8, 32), int)
 
-    def peak(model) -> int:
+    def peak(model):
         tracemalloc.start()
         with nn.training():
             model(x.astype("float32"), lambda out: ops.cross_entropy(out, y)).backward()

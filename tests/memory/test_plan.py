@@ -11,15 +11,7 @@ import pytest
 
 from nnmpi.lab.memory import main
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import (
-    Act,
-    Action,
-    LayerCost,
-    PlanState,
-    keep_all,
-    parse_plan,
-    price_plan,
-)
+from nnmpi.memory.plan import Act, Action, LayerCost, PlanState, keep_all, parse_plan, price_plan
 from tests.harness.refusals import usage_error
 
 

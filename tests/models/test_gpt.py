@@ -4,14 +4,14 @@ layers.
 
 import numpy as np
 
-from nnmpi import models, nn, ops
+from nnmpi import models, ops
 from nnmpi.base.errors import ShapeError
 from tests.harness.refusals import refuses, usage_error
 
 TIME, TOKENS = 7, 23
 
 
-def small(dropout: float = 0.1) -> nn.Sequential:
+def small(dropout=0.1):
     return models.gpt(TOKENS, TIME + 2, features=12, layers=3, heads=3, dropout=dropout)
 
 

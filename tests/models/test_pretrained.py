@@ -4,14 +4,13 @@ is said.
 
 import json
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import nnmpi
-from nnmpi import Group, Layout, arrange, models, nn, simulate
+from nnmpi import Layout, arrange, models, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.models.pretrained import (
     GPTSize,
@@ -27,7 +26,7 @@ from tests.harness.refusals import data_error, usage_error
 SIZE = GPTSize(vocabulary=23, context=9, features=12, layers=3, heads=3)
 
 
-def small(seed: int = 1) -> nn.Module:
+def small(seed=1):
     return models.gpt(**vars(SIZE)).initialize(seed, "float64")
 
 
@@ -38,7 +37,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def change(folder: Path, **values: object):
+def change(folder, **values):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -81,7 +80,7 @@ def test_what_is_written_is_read(folder):
 def test_each_rank_reads_its_part(folder, layout):
     expected = small().state()
 
-    def main(group: Group) -> int:
+    def main(group):
         where = arrange(
             models.gpt(**vars(SIZE)), group, layout, np.zeros((2, 7), np.int64), "float64"
         )
@@ -128,7 +127,7 @@ def test_other_models_are_refused(folder, values, words):
     data_error(words, read_size, folder)
 
 
-def cut(folder: Path):
+def cut(folder):
     """Write a folder's weights as two files and an index."""
     arrays = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

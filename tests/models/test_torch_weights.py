@@ -2,8 +2,6 @@
 back.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,6 @@ from nnmpi.models.torch_weights import (
     torch_weights,
     write_torch,
 )
-from nnmpi.nn import Module
 from nnmpi.tensor import concatenate
 from tests.harness.refusals import refuses
 
@@ -56,11 +53,7 @@ def _signal(t):
 def _normed(t):
     """Return a model of norms over time, without a convolution."""
     return t.Sequential(
-        t.InstanceNorm1d(2, affine=True),
-        t.BatchNorm1d(2),
-        t.ReLU(),
-        t.Flatten(),
-        t.Linear(12, 3),
+        t.InstanceNorm1d(2, affine=True), t.BatchNorm1d(2), t.ReLU(), t.Flatten(), t.Linear(12, 3)
     )
 
 
@@ -111,7 +104,7 @@ def _written(t, operations):
     return Written()
 
 
-def cases() -> dict[str, tuple[Module, Any]]:
+def cases():
     """Return models of every kind of layer, with something that they take."""
     bidirectional = nn.Sequential(
         nn.Embedding(7, 4), nn.LSTM(4, 5, num_layers=2, bidirectional=True), nn.Linear(10, 7)
@@ -291,7 +284,7 @@ def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path):
     assert caught.value.strerror == "No such file or directory"
 
 
-def _torch_model(torch, name: str):
+def _torch_model(torch, name):
     t = torch.nn
     if name == "cnn":
         conv = [

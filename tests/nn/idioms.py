@@ -5,9 +5,8 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ NUMBER = 1.0  # a global of a module
 Source = tuple[Callable[[], Any], Callable[[float], object]]  # reads a number, and changes it
 
 
-def sources(folder: Path) -> dict[str, Source]:
+def sources(folder):
     """Return where a step reads a number, by name."""
     table, listed, spaced, local = {"n": 1.0}, [1.0], SimpleNamespace(n=1.0), threading.local()
     small, long, number = np.ones(3), np.ones(20_000), ctypes.c_double(1.0)
@@ -40,16 +39,16 @@ def sources(folder: Path) -> dict[str, Source]:
     class Own:
         number = 1.0
 
-    def cell() -> Source:
+    def cell():
         held = 1.0
 
-        def put(n: float):
+        def put(n):
             nonlocal held
             held = n
 
         return (lambda: held), put
 
-    def in_file() -> Source:
+    def in_file():
         file = folder / "number"
         return (lambda: float(file.read_text())), lambda n: file.write_text(f"{n}")
 
@@ -105,12 +104,12 @@ USES = {
 }
 
 
-def each(call: int) -> float:
+def each(call):
     """A number for each call."""
     return 1.0 + call % 5
 
 
-def once(at: int) -> Callable[[int], float]:
+def once(at):
     """A number that changes at one call."""
     return lambda call: 1.0 if call < at else 3.0
 
@@ -131,12 +130,12 @@ class Idiom(NamedTuple):
     change: str
 
     @property
-    def text(self) -> str:
+    def text(self):
         """All three."""
         return ", ".join(self)
 
 
-def all_idioms(folder: Path) -> Iterator[Idiom]:
+def all_idioms(folder):
     """Yield all idioms."""
     names = [*sources(folder)]
     return chain.from_iterable(
@@ -149,10 +148,10 @@ class Reads(nn.Module):
 
     replayable = True
 
-    def __init__(self, read: Callable[[], float], use: Callable[[Any, Any], Any]):
+    def __init__(self, read, use):
         self.layer = nn.Linear(4, 4)
         self.read, self.use = read, use
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the layer's result, with the number used on it."""
         return self.use(self.layer(x), self.read())

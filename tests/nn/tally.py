@@ -17,6 +17,6 @@ class Tally:
         self._count.value += 1
 
     @property
-    def call_count(self) -> int:
+    def call_count(self):
         """The calls so far."""
         return self._count.value

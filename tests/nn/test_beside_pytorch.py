@@ -2,8 +2,6 @@
 in both dtypes. `tests/ops/rows.py` checks the operations without it.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -41,11 +39,11 @@ CELLS = {
 DTYPES = ["float32", "float64"]
 
 
-def tolerance(dtype: str) -> dict[str, Any]:
+def tolerance(dtype):
     return {"rtol": 1e-4, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-8, "atol": 1e-11}
 
 
-def pair(make, dtype: str, x) -> tuple[nn.Module, Any]:
+def pair(make, dtype, x):
     """Return a layer and PyTorch's with the same weights."""
     ours, theirs = (
         make(nn).initialize(seed=1, dtype=dtype),
@@ -57,7 +55,7 @@ def pair(make, dtype: str, x) -> tuple[nn.Module, Any]:
     return ours, theirs
 
 
-def agree(ours, theirs, dtype: str):
+def agree(ours, theirs, dtype):
     np.testing.assert_allclose(ours, theirs.detach().numpy(), **tolerance(dtype))
 
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, models, optim
-from nnmpi.backend.array import Array
-from nnmpi.nn import BatchNorm, Linear, Module, Pop, ReLU, Residual, Sequential, Stash, Tanh
+from nnmpi.nn import BatchNorm, Linear, Pop, ReLU, Residual, Sequential, Stash, Tanh
 from nnmpi.nn.chain import ModelPart, open_chain, run_layers, stashed_at
 from nnmpi.optim import SGD
 from tests.harness.refusals import usage_error
 
 
-def skips() -> Sequential:
+def skips():
     """Return a model whose skips overlap, with one inside an inner sequence that has the same name
     as an outer one.
     """
@@ -33,7 +32,7 @@ def skips() -> Sequential:
     )
 
 
-def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
+def cuts(n, stages):
     """Return all ways to cut n layers into stages."""
     return [
         tuple(range(a, b) for a, b in zip((0, *inner), (*inner, n), strict=True))
@@ -41,7 +40,7 @@ def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
     ]
 
 
-def whole(model: Module, x: Array) -> tuple[Array, Array]:
+def whole(model, x):
     """Return the result and the gradient of the input."""
     leaf = Tensor(x, requires_grad=True)
     result = model(leaf)
@@ -81,7 +80,7 @@ def test_no_cut_changes_the_bits(model, shape, names):
     model.initialize(seed=1)
     given = np.random.default_rng(0).integers(0, 5, shape)
     given = Tensor(given.astype("float32")) if len(shape) > 2 else given
-    layers, results = open_chain(model), list[Array]()
+    layers, results = open_chain(model), []
     assert [layer.name for layer in layers] == names.split()
     for cut in range(len(layers)):
         model.zero_grad()

@@ -275,9 +275,9 @@ def test_threads_take_turns():
     """One step has one set of places and results."""
     model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0, dtype="float64")
     step = nnmpi.compile(lambda x: model(x).sum())
-    wrong: list[int] = []
+    wrong = []
 
-    def work(number: int):
+    def work(number):
         x = np.full((40, 3), float(number))
         right = model(Tensor(x)).sum().item()
         wrong.extend(i for i in range(300) if step(x).item() != right)
@@ -316,7 +316,7 @@ def test_gradients_of_loose_leaves_are_the_callers(size):
     """
     leaf = Tensor(np.arange(float(size)), requires_grad=True)
 
-    def step(x: Tensor):
+    def step(x):
         (leaf * x).sum().backward()
 
     compiled, saved = nnmpi.compile(step), []

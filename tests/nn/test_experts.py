@@ -18,15 +18,15 @@ from tests.harness.refusals import told
 FEATURES, EXPERTS, POSITIONS = 4, 5, 6
 
 
-def layer_of(top_k: int, capacity: float | None, balance: float = 0.0) -> nn.MixtureOfExperts:
+def layer_of(top_k, capacity, balance=0.0):
     return nn.MixtureOfExperts(FEATURES, EXPERTS, top_k, 3, capacity, balance)
 
 
-def samples(count: int, seed: int = 0):
+def samples(count, seed=0):
     return np.random.default_rng(seed).normal(size=(count, POSITIONS, FEATURES))
 
 
-def by_hand(layer: nn.MixtureOfExperts, x, top_k: int, capacity: float | None):
+def by_hand(layer, x, top_k, capacity):
     """Return the result, position by position."""
     w1, b1, w2, b2 = (item.data for item in (layer.w1, layer.b1, layer.w2, layer.b2))
     p, y = softmax(Tensor(x) @ layer.gate.weight).data, np.zeros_like(x)
@@ -52,7 +52,7 @@ def test_the_formula_and_its_gradients(top_k, capacity):
         layer(x).data, by_hand(layer, x, top_k, capacity), rtol=1e-12, atol=1e-14
     )
 
-    def function(x: Tensor, p: Tensor, *weights: Tensor) -> Tensor:
+    def function(x, p, *weights):
         return Experts(Gate(top_k, capacity, 0.0), None, None, lambda: None)(x, p, *weights)
 
     weights = [item.data.copy() for item in (layer.w1, layer.b1, layer.w2, layer.b2)]
@@ -96,7 +96,7 @@ def test_the_balance_is_the_gradient_of_its_formula(weight):
     """Shares of choices are constants of it. And outside of training there is none."""
     x = samples(3)
 
-    def to_gate(balance: float, trains: bool):
+    def to_gate(balance, trains):
         layer = layer_of(2, None, balance).initialize(seed=1, dtype="float64")
         with nn.training(weight=weight) if trains else nn.evaluation():
             layer(x).sum().backward()

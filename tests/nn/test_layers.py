@@ -486,10 +486,10 @@ def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
 
 
 class Extreme(nn.Module):
-    def __init__(self, which: str):
+    def __init__(self, which):
         self.which = which
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return getattr(x, self.which)(axis=1)
 
 

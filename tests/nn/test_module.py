@@ -281,7 +281,7 @@ def test_residual():
 class _Tied(Module):
     """An output that is tied to an embedding by assignment, in one direction or the other."""
 
-    def __init__(self, vocabulary: int, width: int, reverse: bool):
+    def __init__(self, vocabulary, width, reverse):
         self.table, self.head = Embedding(vocabulary, width), Linear(width, vocabulary, bias=False)
         if reverse:
             self.table.weight = self.head.weight
@@ -323,7 +323,7 @@ def test_layers_alike_may_share_a_weight():
 WIDTH, LAYERS, RANKS = 128, 12, 8
 
 
-def _share() -> Sequential:
+def _share():
     """Return a model of which only an eighth of each weight is here."""
     model = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for _, module in model.named_modules():

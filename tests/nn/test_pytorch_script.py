@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(p=0.1)
         self.scale = nn.Parameter(np.full(3, 2.0))
 
-    def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+    def forward(self, x):
         x = self.normal[0](self.pool(self.conv(x)))
         x = self.drop(x.view(x.shape[0], -1))
         return self.out(x) * self.scale
@@ -97,7 +97,7 @@ def test_a_loss_computed_in_evaluation_warns(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     x, y = np.ones((6, 4), np.float32), np.arange(6) % 3
 
-    def loss(*layers: nn.Module) -> nnmpi.Tensor:
+    def loss(*layers):
         return nn.CrossEntropyLoss()(nn.Sequential(nn.Linear(4, 3), *layers).initialize()(x), y)
 
     for layer in (nn.Dropout(), nn.BatchNorm(3)):

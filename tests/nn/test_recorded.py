@@ -15,7 +15,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import MORE_SEEDS
-from tests.nn.idioms import CHANGES, USES, Idiom, Reads, all_idioms, sources
+from tests.nn.idioms import CHANGES, USES, Reads, all_idioms, sources
 from tests.nn.tally import Tally
 from tests.worker_options import sgd, work
 
@@ -28,7 +28,7 @@ CALLS = 20
 AUDITS = {2, 4, 8, 15, 16}
 
 
-def check_idiom(idiom: Idiom, folder):
+def check_idiom(idiom, folder):
     """Compare each call with the eager one: a wrong one is named by the next audit."""
     read, put = sources(folder)[idiom.source]
     use, change = USES[idiom.use], CHANGES[idiom.change]
@@ -83,7 +83,7 @@ def test_no_idiom_is_silently_wrong_beyond_an_audit(seed, tmp_path):
 WORKER_USES = ["a factor", "a branch", "a constant", "a loop"]
 
 
-def train(group, read, put, use, change, replayable: bool):
+def train(group, read, put, use, change, replayable):
     """Return the losses of some updates, None for one that ended in the error of an audit."""
     kind = type("Reading", (Reads,), {"replayable": replayable})
     model = nn.Sequential(kind(read, use), nn.Linear(4, 2)).initialize(seed=0, dtype="float64")
@@ -126,10 +126,10 @@ def test_one_rank_that_differs_is_told_to_all():
     def program(group):
         number = Tally()  # which nobody watches
 
-        def read() -> float:
+        def read():
             return 1.0 + (number.call_count > 5 and group.rank == 1)
 
-        def put(_: float):
+        def put(_):
             number()
 
         return train(group, read, put, USES["a factor"], CHANGES["never"], True)
@@ -142,7 +142,7 @@ def test_one_rank_that_differs_is_told_to_all():
 # ---- what was silent, one by one ----
 
 
-def calls(step, inputs, compiled: bool):
+def calls(step, inputs, compiled):
     """Return what some calls give."""
     run = nnmpi.compile(step) if compiled else lambda *xs: step(*map(Tensor, xs))
     return [run(*xs).data.copy() for xs in inputs], run
@@ -259,10 +259,10 @@ def test_the_arrays_of_tensors_record(step, replayed):
 class Centered(nn.Module):
     """A buffer that forward changes, as in docs/model.md."""
 
-    def __init__(self, features: int):
+    def __init__(self, features):
         self.mean = nn.Buffer((features,), 0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return x less the running mean."""
         shift, mode = Tensor(self.mean.data.copy()), nn.current()
         if mode.training and not mode.again:
@@ -292,7 +292,7 @@ class Annealed(nn.Module):
     def __init__(self):
         self.layer = nn.Linear(3, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return less and less."""
         mode = nn.current()
         return self.layer(x) * (1.0 / (1.0 + mode.step)) + 0.0 * mode.seed * mode.first_row
@@ -314,7 +314,7 @@ def test_the_mode_is_a_value_of_the_call(first):
 
 
 def test_a_workers_layer_with_its_own_step_is_right():
-    def program(group, replayable: bool):
+    def program(group, replayable):
         kind = type("Annealed", (Annealed,), {"replayable": replayable})
         model = nn.Sequential(kind()).initialize(seed=0, dtype="float64")
         worker = work(model, group, lr=0.5)
@@ -414,7 +414,7 @@ class Any_:
 
     scale = 2.0
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         return self
 
 
@@ -452,7 +452,7 @@ def test_strangers_are_asked_for_their_type(kind):
         def __init__(self):
             self.config, self.layer = thing, nn.Linear(3, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             """Return the layer's result times a number of the stranger's."""
             return self.layer(x) * self.config.scale
 
@@ -470,7 +470,7 @@ class Drawing(nn.Module):
     def __init__(self, items):
         self.layer, self.items = nn.Linear(3, 2), items
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return a multiple of the layer's result."""
         return self.layer(x) * next(self.items)
 
@@ -497,7 +497,7 @@ class Whole(Function):
 
     is_call = True
 
-    def __init__(self, factor: float, table=None):
+    def __init__(self, factor, table=None):
         self.factor, self.table = factor, table
 
     def forward(self, x):

@@ -15,14 +15,14 @@ from nnmpi.tensor.tensor import Tensor
 pytestmark = pytest.mark.host_only("a device's graphs cannot be compared")
 
 
-def dropping() -> nn.Module:
+def dropping():
     """Return a model with masks and running statistics."""
     return nn.Sequential(
         nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 10)
     )
 
 
-def experts() -> nn.Module:
+def experts():
     """Return a model that chooses experts by values."""
     return models.gpt(65, 9, 12, 1, 3, experts=3, dropout=0.2)
 
@@ -31,7 +31,7 @@ OWN = {"dropping": (dropping, (5, 8)), "experts": (experts, (2, 9))}
 NAMES = [*MODELS, *OWN]
 
 
-def run(name: str, compiled: bool, number: int):
+def run(name, compiled, number):
     """Return what some steps of a model leave."""
     make, shape = OWN[name] if name in OWN else MODELS[name]
     model = make() if name in OWN else make(zoo.our_library())

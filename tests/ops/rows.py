@@ -11,7 +11,7 @@ import nnmpi.ops.norm as norm
 from nnmpi import Tensor, ops
 from nnmpi.backend.array import namespace
 from nnmpi.ops.loss import REDUCTIONS
-from tests.tensor.draws import Case, Draw, anywhere, array, arrays, distinct, nonzero, table
+from tests.tensor.draws import Case, anywhere, array, arrays, distinct, nonzero, table
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary
 
@@ -19,7 +19,7 @@ from tests.tensor.rows import unary
 def along_axis(function):
     """Return a builder for softmax and its kind: any axis with elements, others may be empty."""
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         before, after = draw_shape(draw, most=1), draw_shape(draw, most=1)
         axis = draw(st.sampled_from((len(before), -len(after) - 1)))
         x = array(draw, anywhere, (*before, draw(st.integers(1, 4)), *after))
@@ -28,20 +28,20 @@ def along_axis(function):
     return build
 
 
-def linear_case(draw: Draw) -> Case:
+def linear_case(draw):
     """Rows of any leading shape, with and without bias, also no features at all."""
     leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
     shapes = [(*leading, i), (i, o), (o,)]
     return Case(ops.linear, arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))]))
 
 
-def linear_transposed(draw: Draw) -> Case:
+def linear_transposed(draw):
     """The weight's rows are the outputs."""
     leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
     return Case(ops.linear_transposed, arrays(draw, anywhere, [(*leading, i), (o, i)]))
 
 
-def lstm(draw: Draw) -> Case:
+def lstm(draw):
     """Whole sequences and shorter ones, either way round, with and without a first state and the
     last one.
     """
@@ -58,14 +58,14 @@ def lstm(draw: Draw) -> Case:
     return Case(run, arrays(draw, anywhere, sizes if begun else sizes[:4]))
 
 
-def gru(draw: Draw) -> Case:
+def gru(draw):
     """With and without a first state."""
     n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
     sizes = [(n, time, i), (i, 3 * o), (o, 3 * o), (3 * o,), (o,), (n, o)]
     return Case(ops.gru, arrays(draw, anywhere, sizes[: draw(st.integers(5, 6))]))
 
 
-def rnn(draw: Draw) -> Case:
+def rnn(draw):
     """With and without a first state; a ReLU away from its kink."""
     n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
     sizes = [(n, time, i), (i, o), (o, o), (o,), (n, o)]
@@ -75,7 +75,7 @@ def rnn(draw: Draw) -> Case:
     return Case(lambda *t: ops.rnn(*t[:4], *t[4:] or (None,), kind), inputs)
 
 
-def conv3d(draw: Draw) -> Case:
+def conv3d(draw):
     """Every option, different for each axis; also no volume at all."""
     groups, n = draw(st.integers(1, 2)), draw(st.integers(0, 2))
     c, o = (groups * draw(st.integers(1, 2)) for _ in range(2))
@@ -91,7 +91,7 @@ def conv3d(draw: Draw) -> Case:
     return Case(lambda x, weight, bias=None: ops.conv3d(x, weight, bias, *options), inputs)
 
 
-def conv2d(draw: Draw, alone: bool = False) -> Case:
+def conv2d(draw, alone=False):
     """Every option, different for rows and columns; also no image at all, and borders wider than
     the kernel.
     """
@@ -112,7 +112,7 @@ def conv2d(draw: Draw, alone: bool = False) -> Case:
     return Case(lambda x, weight, bias=None: ops.conv2d(x, weight, bias, *options), inputs)
 
 
-def conv_transpose2d(draw: Draw) -> Case:
+def conv_transpose2d(draw):
     """Every option, different for rows and columns; also no image at all."""
     groups = draw(st.integers(1, 2))
     c, o, n = (
@@ -138,7 +138,7 @@ def conv_transpose2d(draw: Draw) -> Case:
     )
 
 
-def conv_relu_pool(draw: Draw) -> Case:
+def conv_relu_pool(draw):
     """All options, for kernels that are nearly the identity: so no window's largest and no sign
     changes.
     """
@@ -164,7 +164,7 @@ def pooling(function):
     borders.
     """
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         kernel, stride = ([draw(st.integers(1, 3)) for _ in range(2)] for _ in range(2))
         padding = [draw(st.integers(0, k // 2)) for k in kernel]
         h, w = (
@@ -177,7 +177,7 @@ def pooling(function):
     return build
 
 
-def batch_norm(draw: Draw) -> Case:
+def batch_norm(draw):
     """The batch's own statistics; eps is large, or single rows would be too steep for
     differences.
     """
@@ -186,7 +186,7 @@ def batch_norm(draw: Draw) -> Case:
     return Case(lambda x, scale, shift: ops.batch_norm(x, scale, shift, 0.1)[0], inputs)
 
 
-def fixed_norm(draw: Draw) -> Case:
+def fixed_norm(draw):
     """By running statistics."""
     leading, channels = draw_shape(draw, least=1, most=2), draw(st.integers(1, 3))
     inputs = arrays(draw, anywhere, [(*leading, channels), (channels,), (channels,)])
@@ -199,20 +199,20 @@ def fixed_norm(draw: Draw) -> Case:
     return Case(function, inputs)
 
 
-def rms_norm(draw: Draw) -> Case:
+def rms_norm(draw):
     leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=1, side=1)
     inputs = arrays(draw, anywhere, [(*leading, *features), features])
     return Case(lambda x, scale: ops.rms_norm(x, scale, 0.1), inputs)
 
 
-def layer_norm(draw: Draw) -> Case:
+def layer_norm(draw):
     """One or two feature axes."""
     leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=2, side=1)
     inputs = arrays(draw, anywhere, [(*leading, *features), features, features])
     return Case(lambda x, scale, shift: ops.layer_norm(x, scale, shift, 0.1), inputs)
 
 
-def group_norm(draw: Draw) -> Case:
+def group_norm(draw):
     """No, one or two axes of pixels."""
     pixels, groups, count = (draw_shape(draw, most=2), *(draw(st.integers(1, 2)) for _ in range(2)))
     channels = groups * count
@@ -223,14 +223,14 @@ def group_norm(draw: Draw) -> Case:
     )
 
 
-def attention(draw: Draw) -> Case:
+def attention(draw):
     """Any number of sequences, positions and heads, also none of the first two; causal or not."""
     heads, features, causal = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.booleans())
     size = (draw(st.integers(0, 2)), draw(st.integers(0, 4)), 3 * heads * features)
     return Case(lambda qkv: ops.attention(qkv, heads, causal), [array(draw, anywhere, size)])
 
 
-def dropped_attention(draw: Draw) -> Case:
+def dropped_attention(draw):
     """The same, with some of the probabilities."""
     size = (draw(st.integers(0, 2)), draw(st.integers(1, 4)), 12)
     causal, rate, key = (
@@ -244,7 +244,7 @@ def dropped_attention(draw: Draw) -> Case:
     )
 
 
-def scaled_dot_product_attention(draw: Draw) -> Case:
+def scaled_dot_product_attention(draw):
     """Queries and keys of different numbers, values of another width."""
     leading, features, values = (
         (draw(st.integers(0, 2)), draw(st.integers(1, 2))),
@@ -259,7 +259,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
     )
 
 
-def cross_entropy(draw: Draw) -> Case:
+def cross_entropy(draw):
     """Every reduction, with smoothing and with labels that are ignored, perhaps all of them."""
     rows_shape, classes = draw_shape(draw, most=2), draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -274,7 +274,7 @@ def cross_entropy(draw: Draw) -> Case:
     )
 
 
-def nll(draw: Draw) -> Case:
+def nll(draw):
     """Every reduction, with weights and labels that are ignored."""
     rows_shape, classes = draw_shape(draw, most=2), draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -287,7 +287,7 @@ def nll(draw: Draw) -> Case:
     )
 
 
-def probabilities(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def probabilities(rng, shape):
     """Return numbers between 0.1 and 0.9."""
     return rng.uniform(0.1, 0.9, shape)
 
@@ -300,7 +300,7 @@ def error(function, apart=0.0, values=anywhere):
         values: of the elements.
     """
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         size, reduction = draw_shape(draw), draw(st.sampled_from(REDUCTIONS))
         x, target = arrays(draw, values, (size, size))
         if apart:
@@ -314,13 +314,13 @@ def error(function, apart=0.0, values=anywhere):
     return build
 
 
-def dropout_case(draw: Draw) -> Case:
+def dropout_case(draw):
     """A mask that is fixed by its key."""
     x, rate = array(draw, anywhere, draw_shape(draw)), draw(st.sampled_from((0.0, 0.3, 0.9)))
     return Case(lambda t: ops.dropout(t, rate, (1, 2), 3), [x])
 
 
-def embedding_case(draw: Draw) -> Case:
+def embedding_case(draw):
     """Rows picked any number of times."""
     entries = draw(st.integers(1, 4))
     indices = np.array(draw(st.lists(st.integers(0, entries - 1), max_size=6)), dtype=np.int32)

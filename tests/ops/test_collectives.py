@@ -5,7 +5,6 @@ The public ones are held against central differences, too.
 """
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Tensor, ops
-from nnmpi.backend.array import Array
+from nnmpi import Tensor, ops
 from nnmpi.base.errors import CommError, ShapeError, UsageError
 from nnmpi.base.shard import part, split
 from nnmpi.ops import collectives as exchange
@@ -26,9 +24,7 @@ from tests.harness.refusals import told
 WHOLE, PARTS, OWN = "whole", "parts", "own"
 
 
-def draw(
-    group: Group, space: str, shape: tuple[int, ...], placement: Placement, seed: int
-) -> Array:
+def draw(group, space, shape, placement, seed):
     """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one,
     or its own.
     """
@@ -41,15 +37,13 @@ def draw(
     return values
 
 
-def product(group: Group, space: str, a: Array, b: Array) -> float:
+def product(group, space, a, b):
     """Return the inner product of vectors that lie so on the ranks."""
     local = float((a * b).sum())
     return local if space == WHOLE else group.sum_floats([local])[0]
 
 
-def check_adjoint(
-    group: Group, spaces: tuple[str, str], x: Array, y: Array, function: Callable[[Tensor], Tensor]
-):
+def check_adjoint(group, spaces, x, y, function):
     """Fail on all ranks unless <F x, y> = <x, F* y> on each."""
     leaf = Tensor(x, requires_grad=True)
     result = function(leaf)
@@ -148,7 +142,7 @@ def test_halo(group, frame):
     assert all(group.gather(bool(right)))
 
 
-def of_ranks(rank: int, length: int) -> Array:
+def of_ranks(rank, length):
     """Return what a rank has, (2, length), the same wherever it is computed."""
     return np.random.default_rng([7, rank]).normal(size=(2, length))
 
@@ -191,7 +185,7 @@ PUBLIC = {
 }
 
 
-def cuts(n: int, size: int) -> list[int]:
+def cuts(n, size):
     return [item.stop for item in split(n, size)][:-1]
 
 
@@ -208,7 +202,7 @@ def test_public_operations_and_their_numerical_gradients(group, name):
     same = result.shape == expected.shape and np.allclose(result.data, expected, rtol=1e-14)
     (result * result * of_ranks(100 + group.rank, expected.shape[1])).sum().backward()
 
-    def loss(rank: int, place: tuple[int, int], step: float) -> float:
+    def loss(rank, place, step):
         changed = [everyone.copy() for everyone in everyones]
         changed[rank][place] += step
         theirs = [(reference(changed, r), r) for r in range(group.size)]
@@ -314,7 +308,7 @@ def test_a_compiled_step_agrees_each_time(group):
     )
 
 
-def leaves(rank: int) -> list[Array]:
+def leaves(rank):
     return [10.0**k * (1.0 + rank + np.arange(2.0)) for k in range(3)]
 
 
@@ -352,7 +346,7 @@ def test_a_result_that_a_rank_does_not_use_gets_zeros(group, kind, use, is_early
     """
     call = getattr(ops, kind)
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x):
         a = call(x, group)
         early = (a * a).sum()
         b = call(ops.tanh(a[:1]) if use == "of the result of another" else x * x, group)
@@ -411,7 +405,7 @@ def test_a_compiled_step_may_use_other_results_on_each_rank(group):
     x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
 
     @nnmpi.compile
-    def step() -> Tensor:
+    def step():
         x.grad = y.grad = None
         a, b = ops.all_reduce(x, group), ops.all_reduce(y, group)
         loss = ((b * b) if group.rank else (a * a)).sum()
@@ -433,7 +427,7 @@ def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group):
     w = Tensor([2.0], requires_grad=True)
 
     @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         w.grad = None
         y = ops.all_reduce((w * x).sum(), group)
         (y * y).backward()

@@ -19,7 +19,7 @@ FLOAT32 = np.dtype(np.float32)
 draw = np.random.default_rng(3)
 
 
-def values(*sizes: int):
+def values(*sizes):
     """Return numbers between -2 and 2 that bfloat16 holds exactly, none near 0, where ReLU has its
     kink.
     """
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
+def run(case, precision):
     """Return a case's result and its inputs after a backward pass; in float64 where no precision is
     given.
     """
@@ -73,7 +73,7 @@ def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
     return y, inputs
 
 
-def check_near(found, wanted, precision: str, what: str):
+def check_near(found, wanted, precision, what):
     """Fail if an array is more than a few roundings of its largest value away."""
     error = np.abs(found.astype(np.float64) - wanted).max() / np.abs(wanted).max()
     assert error <= 4 * ROUNDING[precision], (
@@ -185,7 +185,7 @@ def test_a_compiled_step_is_recorded_for_each_mode():
     """Its replay gives the bits of the step itself."""
     w = Tensor(W.astype(FLOAT32), requires_grad=True)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         y = ops.gelu(ops.linear(x, w))
         return (y * 2 + y).sum()
 

@@ -14,13 +14,11 @@ DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal((BATCH, TIME, INPUTS))
 
 
-def layer(**options: bool) -> nn.LSTM:
+def layer(**options):
     return nn.LSTM(INPUTS, FEATURES, num_layers=2, **options).initialize(1, "float64")
 
 
-def run(
-    model: nn.LSTM, x: np.ndarray, lengths: np.ndarray | None
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def run(model, x, lengths):
     """Return the result, and the gradients of some function of what is real of it."""
     model.zero_grad()
     y = model(Tensor(here(x)), lengths)
@@ -58,7 +56,7 @@ def test_compiled(padded):
     """A recorded step replays with other values and other lengths."""
     model = layer(bidirectional=True)
 
-    def eager(x: Tensor, lengths: Tensor | None) -> Tensor:
+    def eager(x, lengths):
         model.zero_grad()
         loss = (model(x, lengths) ** 2).sum()
         loss.backward()
@@ -86,7 +84,7 @@ def test_compiled_with_constant_lengths(shorter):
     one, lengths = layer().layers[0], here(LENGTHS) if shorter else None
 
     @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         one.weight.grad = None
         y = ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths, ends=True)
         (y * y).sum().backward()

@@ -95,7 +95,7 @@ REFUSED = {
             [IMAGES, 2, 2, 2],
             UsageError,
             r"padding \(2, 2\) is more than half of its kernel_size \(2, 2\)",
-        ),
+        )
     ],
     ops.attention: [
         ([(2, 3, 12), 0], UsageError, "attention's heads is 0; give"),

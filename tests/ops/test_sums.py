@@ -25,12 +25,12 @@ LAYERS = {
 }
 
 
-def tenths(*shape: int) -> Tensor:
+def tenths(*shape):
     """Return a tensor full of 0.1."""
     return Tensor(np.full(shape, VALUE), requires_grad=True)
 
 
-def exact(count: int, power: int = 1) -> float:
+def exact(count, power=1):
     """Return the sum of so many powers of the value."""
     return count * float(VALUE) ** power
 

@@ -1,7 +1,5 @@
 """Recurrent layers that multiply an embedding's table: the same as those of picked rows."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -23,7 +21,7 @@ CALLS = {
 }
 
 
-def parameters(name: str) -> list[Tensor]:
+def parameters(name):
     """Return a layer's parameters, and the table, whose second gradient of two is added."""
     kind = nn.GRU if name == "gru" else nn.LSTM
     layer = kind(FEATURES, 3).initialize(3, "float64")
@@ -64,7 +62,7 @@ def test_results_and_gradients(name):
 )
 def test_shapes_decide(layers, tokens, are_fused, monkeypatch):
     """And bfloat16 does: it rounds each row."""
-    model, picked = nn.Sequential(*layers).initialize(seed=0), list[Any]()
+    model, picked = nn.Sequential(*layers).initialize(seed=0), []
     kind, forward = type(layers[-1]), type(layers[-1]).forward
     monkeypatch.setattr(kind, "forward", lambda self, x: picked.append(x) or forward(self, x))
     if isinstance(here(tokens), np.ndarray):

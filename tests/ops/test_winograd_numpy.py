@@ -129,9 +129,7 @@ def test_results_that_see_zeros_alone_are_0(kernel, side, fill):
 
 
 @pytest.mark.parametrize(
-    "function, spec",
-    [(conv2d, ALONE), (conv_relu_pool, RELU_POOL)],
-    ids=NAMES,
+    "function, spec", [(conv2d, ALONE), (conv_relu_pool, RELU_POOL)], ids=NAMES
 )
 def test_it_is_taken(function, spec):
     """By the operations that users call."""

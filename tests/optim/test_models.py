@@ -1,13 +1,10 @@
 """Optimizers on a model's storage, in a training loop written by hand."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nnmpi import GradientExchange, Group, Layout, Worker, arrange, nn, optim, simulate
+from nnmpi import GradientExchange, Layout, Worker, arrange, nn, optim, simulate
 from nnmpi.data import Dataset, Loader
-from nnmpi.tensor import Tensor
 from tests.device.here import here
 
 X = np.ones((2, 4), np.float32)
@@ -19,12 +16,12 @@ class Sometimes(nn.Module):
     def __init__(self):
         self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor, both: bool) -> Tensor:
+    def forward(self, x, both):
         """Return the sum of both results, or the first alone."""
         return self.first(x) + self.second(x) if both else self.first(x)
 
 
-def trained_once() -> tuple[Sometimes, Any]:
+def trained_once():
     """Return a model and its optimizer after a step in which all parameters had a gradient."""
     model = Sometimes().initialize()
     optimizer = optim.SGD(model.storage, lr=0.1)
@@ -89,7 +86,7 @@ def test_a_frozen_parameter_stays(make):
             assert bool((arrays[0][local] == values).all()) is frozen
 
 
-def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> list[Any]:
+def train_thawing(group, layout, exchange):
     """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3; the last has its own
     rate.
     """

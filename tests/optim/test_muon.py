@@ -1,7 +1,5 @@
 """Muon: PyTorch's numbers, and on any ranks the serial update's bits."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from nnmpi import (
     AsynchronousWorker,
     DataParallel,
     GradientExchange,
-    Group,
     Layout,
     ShardedDataParallel,
     Sync,
@@ -18,7 +15,7 @@ from nnmpi import (
 )
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.models import gpt, mlp
-from nnmpi.nn import Linear, Module
+from nnmpi.nn import Linear
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Arrays, Muon
 from nnmpi.optim.muon import deal, orthogonalize
@@ -30,21 +27,21 @@ STEPS = 4
 SIZES = [(5, 5), (7, 3), (3, 11), (1, 4), (2, 1)]
 
 
-def whole() -> Module:
+def whole():
     """A model with matrices, vectors and tables: three blocks' worth of Muon's work and AdamW's."""
     return gpt(11, 6, features=6, layers=2, heads=2)
 
 
-def mixed() -> Module:
+def mixed():
     """Experts are no matrices, nor are their biases, which lie one behind the other."""
     return gpt(11, 6, features=6, layers=1, heads=2, experts=3)
 
 
-def gradient(name: str, shape: tuple[int, ...], step: int):
+def gradient(name, shape, step):
     return np.random.default_rng([step, *name.encode()]).normal(size=shape).astype("float32")
 
 
-def trained(group: Group, stage: int) -> dict[str, Any]:
+def trained(group, stage):
     """Return the weights after some updates whose gradient is the last rank's alone: the sum is
     exact.
     """

@@ -1,7 +1,6 @@
 """What optimizers, clipping and schedules refuse: a call, and the words of its sentence."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ from nnmpi.optim import (
 )
 
 
-def made(name: str = "adam", lr=0.1, **options) -> Callable[[], object]:
+def made(name="adam", lr=0.1, **options):
     """Return what makes an optimizer of three numbers."""
     return lambda: build(name, Arrays([np.zeros(3)], [np.zeros(3)]), lr=lr, **options)
 
 
-def held(data, grads=None, groups=None) -> Callable[[], object]:
+def held(data, grads=None, groups=None):
     """Return what makes an optimizer of these arrays."""
     return lambda: build("sgd", data if grads is None else Arrays(data, grads, groups), lr=0.1)
 

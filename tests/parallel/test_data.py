@@ -6,7 +6,6 @@ import pytest
 from nnmpi import (
     DataParallel,
     GradientExchange,
-    Group,
     Layout,
     Worker,
     arrange,
@@ -21,12 +20,12 @@ from nnmpi.base.shard import part
 from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.tensor import Tensor, concatenate
+from nnmpi.tensor import concatenate
 from tests.harness.refusals import caught
 from tests.worker_options import grouped
 
 
-def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
+def batch_of(group, rows=13, features=5):
     """Return this rank's part of a batch that is the same under every layout."""
     generator = np.random.default_rng(0)
     x, y = (
@@ -38,13 +37,13 @@ def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
     return Batch(x[taken], y[taken], taken, (Cut(0, len(taken), mine.start),), rows, 0, 0)
 
 
-def worker_for(group: Group, **options: object) -> Worker:
+def worker_for(group, **options):
     """Return a worker on a small network."""
     model = models.mlp((5,), 3, hidden=(7,)).initialize(seed=0)
     return Worker(model, optim.SGD(model.storage, lr=0.1), group, **grouped(**options))
 
 
-def outcomes(group: Group, error: BaseException | None) -> list[list[str]]:
+def outcomes(group, error):
     """Return every rank's kind of error and its text."""
     return group.gather([type(error).__name__, str(error)])
 
@@ -103,7 +102,7 @@ def test_input_that_is_not_finite_is_named_on_all_ranks(group, bad):
 def test_gradient_that_overflows_is_named(group):
     """A finite loss whose gradient is not: found by a backward pass on each rank."""
 
-    def steep(logits: Tensor, labels: object) -> Tensor:
+    def steep(logits, labels):
         return (logits * 1e-30).sum(axis=1) * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum(
             axis=1
         )
@@ -123,7 +122,7 @@ def test_parameter_that_no_rank_uses_does_not_block(group):
         def __init__(self):
             self.first, self.unused, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.last(self.first(x))
 
     model = Partly().initialize(seed=0)
@@ -150,7 +149,7 @@ def test_parameter_that_one_rank_alone_uses(group):
         def __init__(self):
             self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.first(x) + self.second(x) if group.rank == 0 else self.first(x)
 
     model = Sometimes().initialize(seed=0)
@@ -214,7 +213,7 @@ def test_batch_normalization_of_which_a_rank_uses_no_result(ranks, kind):
     x, y = rng.normal(size=(7, 6)), rng.integers(0, 3, 7)
     x[:, 0] = (1, 1, 1, 1, -1, -1, -1)
 
-    def program(group: Group) -> list[float]:
+    def program(group):
         model = Towers().initialize(seed=0, dtype="float64")
         sgd = optim.SGD(model.storage, lr=0.5)
         cuts = {1: [0, 7], 2: [0, 4, 7], 3: [0, 4, 6, 7]}[group.size]

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor, models, nn, simulate
-from nnmpi.backend.array import Array
+from nnmpi import Layout, Tensor, models, nn, simulate
 from nnmpi.base.errors import DivergenceError
 from nnmpi.nn import Module
 from nnmpi.ops import cross_entropy
@@ -14,7 +13,7 @@ from tests.worker_options import arranged, work
 LABELS = np.array([0, 2, 1])
 
 
-def place_of(model: Module, x: Array) -> str | None:
+def place_of(model, x):
     with np.errstate(all="ignore"), nn.training(0, 0):
         return locate_nonfinite(
             model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum")
@@ -43,7 +42,7 @@ def test_a_gradient_alone_that_is_not_finite_is_found():
         def __init__(self):
             self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             hidden = self.first(x)
             return self.last((hidden * hidden) ** 0.5)
 
@@ -96,7 +95,7 @@ def test_a_planned_pass_that_diverges_is_explained(options, ranks, tmp_path):
     if "offload" in options:
         options = options | {"offload": str(tmp_path)}
 
-    def program(group: Group) -> list[float]:
+    def program(group):
         net = nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
         )

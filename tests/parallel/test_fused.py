@@ -3,12 +3,10 @@ groups and nodes.
 """
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
@@ -40,9 +38,7 @@ class Setting:
     ordinary update.
     """
 
-    def __init__(
-        self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str
-    ):
+    def __init__(self, group, memory, name, options, dtype):
         self.group, self.memory = group, memory
         values = {
             str(i): np.random.default_rng(n).normal(size=n).astype(dtype)
@@ -63,7 +59,7 @@ class Setting:
         self.fused = FusedUpdate(self.shared, self.fused_optimizer, group, memory, block_bytes=4096)
         self._sums = [SharedSum(grad, memory, tag=1) for grad in self.plain.grads]
 
-    def draw(self, turn: int):
+    def draw(self, turn):
         """Give both sets the same gradients, each rank its own."""
         draws = np.random.default_rng([turn, self.group.rank])
         for grad, other in zip(self.plain.grads, self.shared.grads, strict=True):
@@ -76,7 +72,7 @@ class Setting:
         for item in self._sums:
             item.run()
 
-    def update_both(self, turn: int):
+    def update_both(self, turn):
         """Draw gradients, and update both sets from them."""
         self.draw(turn)
         self.sum_gradients()
@@ -84,7 +80,7 @@ class Setting:
         self.fused.reduce()
         self.fused.update()
 
-    def equal(self, close: bool = False) -> bool:
+    def equal(self, close=False):
         """Whether parameters and state agree, by all bits or nearly."""
         compare = np.allclose if close else np.array_equal
         pairs = [*zip(self.plain.data, self.shared.data, strict=True)]
@@ -134,7 +130,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(group,
     optimizer = updates.build("adam", model.storage, lr=0.1)
     real = Optimizer.move
 
-    def slow(self: Optimizer, *args):
+    def slow(self, *args):
         if group.rank == group.size - 1:
             time.sleep(0.2)
         real(self, *args)

@@ -4,7 +4,6 @@ do.
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from nnmpi import (
     AsynchronousWorker,
     DataParallel,
     GradientExchange,
-    Group,
     Layout,
     NnmpiError,
     Numerics,
@@ -29,7 +27,6 @@ from nnmpi import (
     optim,
     simulate,
 )
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import CommError, LayoutError, UsageError, name_ranks
 from nnmpi.base.shard import part
 from nnmpi.data import Batch
@@ -44,14 +41,14 @@ ON_2, FROM_2 = (pytest.mark.simulated(min_size=2, max_size=n) for n in (2, 33))
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
 
-def small() -> nn.Module:
+def small():
     return models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
 
 
 class Setting:
     """A model on all ranks, its loss on this rank's rows, and the serial gradient."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group):
         generator = np.random.default_rng(0)
         x, y = generator.standard_normal((ROWS, 5)), generator.integers(0, 3, ROWS)
         mine = part(ROWS, group.size, group.rank)
@@ -62,31 +59,29 @@ class Setting:
         self.gradient = serial.storage.grads[0]
         self.model = small()
 
-    def batch(self) -> Batch:
+    def batch(self):
         """Return this rank's rows as a worker takes them."""
         cut = Cut(0, len(self.x), self.mine.start)
         return Batch(self.x, self.y, np.arange(len(self.x)), (cut,), ROWS, 0, 0)
 
-    def worker(self, **options) -> Worker:
+    def worker(self, **options):
         """Return a worker of the model."""
         return work(self.model, self.group, **options)
 
-    def backward(self, parallel: DataParallel, **options):
+    def backward(self, parallel, **options):
         """Do a backward pass of this rank's losses."""
         parallel.backward(self.loss(), ROWS, **options)
 
-    def loss(self) -> Tensor:
+    def loss(self):
         """Return the sum of this rank's losses."""
         return ops.cross_entropy(self.model(self.x), self.y, reduction="sum")
 
-    def assert_gradient(self, times: float = 1):
+    def assert_gradient(self, times=1):
         """Fail on all ranks unless all have the serial gradient, that many times."""
         error = float(np.abs(self.model.storage.grads[0] - times * self.gradient).max())
         assert max(self.group.gather(error)) < 1e-12
 
-    def assert_refused(
-        self, action: Callable[[], object], text: str, kind: type[Exception] = UsageError
-    ):
+    def assert_refused(self, action, text, kind=UsageError):
         """Fail on all ranks unless the action raises this on all."""
         try:
             action()
@@ -148,11 +143,11 @@ def test_two_on_one_model(group):
 class Broken(Function):
     """An operation without a derivative."""
 
-    def forward(self, x: Array) -> Array:
+    def forward(self, x):
         """Return x."""
         return x * 1
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad):
         """Fail."""
         raise ZeroDivisionError("planted")
 
@@ -208,7 +203,7 @@ def test_step_after_the_release(group, fused):
     np.testing.assert_equal(setting.model.state(), before)
 
 
-def attach(model: nn.Module, group: Group, strategy: str) -> object:
+def attach(model, group, strategy):
     """Make a strategy, by name."""
     if strategy in ("auto", "shared"):
         return DataParallel(model, group, strategy)
@@ -277,11 +272,11 @@ def test_a_parameter_frozen_on_one_rank(group, strategy):
     )
 
 
-def _once(x, y) -> Tensor:
+def _once(x, y):
     return ops.mse(x, y, reduction="none")
 
 
-def _twice(x, y) -> Tensor:
+def _twice(x, y):
     return ops.mse(x, y, reduction="none") * 2
 
 
@@ -473,7 +468,7 @@ def test_a_loss_for_each_label_is_added_up(group):
         np.testing.assert_allclose(_losses(group, loss), local, rtol=1e-12)
 
 
-def _losses(group: Group, loss, layout: Layout | None = None) -> list[float]:
+def _losses(group, loss, layout=None):
     return run(Setup(worker={"loss": loss}), group, layout).losses
 
 
@@ -493,7 +488,7 @@ MEANS_OF_LOSSES = {
 }
 
 
-def divide(group: Group, loss, rows: tuple[int, int], samples, stage: int = 0) -> float:
+def divide(group, loss, rows, samples, stage=0):
     """Return the gradient's norm after one step of rank 0 with some rows, and rank 1 with others.
 
     `samples` is called with a rank's labels, and its number of rows and of ranks.
@@ -514,7 +509,7 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name, stage):
     loss = SUMS_OF_LOSSES[name]
     count = np.count_nonzero if name == "ignored" else len
 
-    def step(rows: tuple[int, int], samples, ranks: int = 2) -> list[float]:
+    def step(rows, samples, ranks=2):
         return simulate(lambda group: divide(group, loss, rows, samples, stage), ranks)
 
     (serial,) = step((8, 0), lambda own, everyones, ranks: count(everyones), 1)
@@ -543,7 +538,7 @@ def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(rows, weight
     """Only one rank's rows count: its own number is the number of the global batch."""
     total, mine = SUMS_OF_LOSSES["classes"], (slice(0, rows[0]), slice(rows[0], 8))[weighted]
 
-    def step(group: Group) -> float:
+    def step(group):
         if group.size == 1:
             own = partial(divide, loss=lambda out, y: total(out[mine], y[mine]))
             return own(group, rows=rows, samples=lambda *_: rows[weighted])
@@ -556,7 +551,7 @@ def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(rows, weight
 
 @pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
 def test_a_mean_is_not_divided_again(loss):
-    def step(samples, ranks: int = 2) -> list[float]:
+    def step(samples, ranks=2):
         return simulate(lambda group: divide(group, loss, (4, 4), samples), ranks)
 
     (serial,) = step(lambda own, everyones, ranks: 1, 1)
@@ -567,7 +562,7 @@ def test_a_mean_is_not_divided_again(loss):
 
 @pytest.mark.parametrize("kind", ["worker", "overlapped", "zero"])
 def test_a_hook_set_later_would_see_a_part(kind):
-    def program(group: Group) -> str:
+    def program(group):
         model = models.mlp((5,), 3, hidden=(7,)).initialize()
         attached = {
             "worker": lambda: work(model, group),
@@ -594,7 +589,7 @@ class Mixed(nn.Module):
         return self.o(self.e(self.i(x)))
 
 
-def _columns() -> nn.Module:
+def _columns():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     model.sharding = {"0": nn.Sharding.COLUMN, "2": nn.Sharding.ROW}
     return model
@@ -618,7 +613,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(ranks, layout, is_mixed):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(6, 5, 6)), rng.integers(0, 3, (6, 5))
 
-    def program(group: Group) -> tuple[list[float], bytes]:
+    def program(group):
         chosen = Layout() if group.size == 1 else layout
         built = Mixed() if is_mixed else _columns()
         where = arrange(built, group, chosen, sample=x[:1], dtype="float64")
@@ -653,11 +648,11 @@ NO_REPLICAS = "0.weight is sharded over .* where.mesh.replicas"
 PART = "only part of this model's parameters; gather them"
 
 
-def _norm(part: str):
+def _norm(part):
     return lambda model, _: optim.global_norm(model.get(part).parameters())
 
 
-def _clip(part: str):
+def _clip(part):
     return lambda model, _: optim.clip_by_global_norm(model.get(part).parameters(), 1.0)
 
 
@@ -683,7 +678,7 @@ def test_a_part_of_a_model_is_not_taken_for_the_whole(layouts, use, kind, senten
     """
     for layout in map(PARTS.get, layouts.split()):
 
-        def program(group: Group, layout=layout):
+        def program(group, layout=layout):
             built = Mixed() if layout.expert_parallel else _columns()
             where = arrange(built, group, layout, np.zeros((1, 6), "float32"))
             use(where.model.initialize(seed=0, storage=where.storage), group)

@@ -3,15 +3,11 @@ and back.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, CommError, LayoutError
 from nnmpi.base.shard import Region, part
 from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, shard_maps
@@ -35,12 +31,12 @@ WHOLE = {
 }
 
 
-def cut(name: str, axis: int, size: int, index: int, repeats: int = 1) -> Region:
+def cut(name, axis, size, index, repeats=1):
     rows = part(SHAPES[name][axis] // repeats, size, index)
     return Region(SHAPES[name], axis, rows.start, rows.stop, repeats)
 
 
-def sharded(group: Group) -> dict[str, tuple[Region | None, bool]]:
+def sharded(group):
     """Everything is cut over all ranks (some get nothing), the rest is everywhere and rank 0's."""
     rank, size = group.rank, group.size
     regions = {
@@ -52,7 +48,7 @@ def sharded(group: Group) -> dict[str, tuple[Region | None, bool]]:
     return {name: (regions.get(name), name in regions or rank == 0) for name in SHAPES}
 
 
-def staged(group: Group) -> dict[str, tuple[Region | None, bool]]:
+def staged(group):
     """Whole arrays, dealt out in turn; "tied" also on the last rank; rank 1 has nothing but
     replicas.
     """
@@ -65,7 +61,7 @@ def staged(group: Group) -> dict[str, tuple[Region | None, bool]]:
     return held
 
 
-def mixed(group: Group) -> dict[str, tuple[Region | None, bool]]:
+def mixed(group):
     """Two shards at most, ranks in pairs: the pairs are replicas; an odd last rank has nothing."""
     if group.size == 1:
         return dict.fromkeys(SHAPES, (None, True))
@@ -80,13 +76,10 @@ def mixed(group: Group) -> dict[str, tuple[Region | None, bool]]:
     }
 
 
-Layout = Callable[[Group], dict[str, tuple[Region | None, bool]]]
 LAYOUTS = [sharded, staged, mixed]
 
 
-def make(
-    layout: Layout, group: Group, filled: bool
-) -> tuple[ModelState, dict[str, tuple[Array, Region | None]]]:
+def make(layout, group, filled):
     """Return the state of a layout, with the right values in every array, or with wrong ones."""
     arrays = {}
     for name, (region, _) in layout(group).items():
@@ -102,7 +95,7 @@ def make(
     return ModelState(entries, list(SHAPES), group), arrays
 
 
-def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
+def equal(found, expected):
     return list(found) == list(expected) and all(
         (found[name].shape, found[name].dtype) == (item.shape, item.dtype)
         and np.array_equal(found[name], item)
@@ -156,7 +149,7 @@ def test_nothing_is_changed_by_what_does_not_fit(group, found, text):
     specs = {name: ArraySpec.of(array) for name, array in given.items()}
     calls = []
 
-    def read(name: str) -> Array:
+    def read(name):
         calls.append(name)
         return given[name]
 
@@ -171,12 +164,12 @@ def test_nothing_is_changed_by_what_does_not_fit(group, found, text):
 def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group):
     written = []
 
-    def write(name: str, _: Array):
+    def write(name, _):
         written.append(name)
         if name == "repeats":
             raise CheckpointError("the disk is full")
 
-    def read(name: str) -> Array:
+    def read(name):
         if name == "repeats":
             raise CheckpointError("the disk is gone")
         return WHOLE[name]
@@ -197,10 +190,10 @@ def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group):
 class Broken(np.ndarray):
     """An array whose values can be neither had nor set, as on a device that has failed."""
 
-    def get(self) -> Array:
+    def get(self):
         raise MemoryError("out of pinned memory")
 
-    def __setitem__(self, *_: object):
+    def __setitem__(self, *_):
         raise MemoryError("out of pinned memory")
 
 
@@ -241,13 +234,11 @@ def test_ranks_that_know_other_names_are_refused(group):
 OUTLINE = ArraySpec((4, 6), "float32")
 
 
-def columns(start: int, stop: int, repeats: int = 1) -> Region:
+def columns(start, stop, repeats=1):
     return Region((4, 6), 1, start, stop, repeats)
 
 
-def say(
-    region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTLINE, name: str = "w"
-) -> list[Any]:
+def say(region=None, owned=True, spec=OUTLINE, name="w"):
     shape = spec.shape if region is None else region.local_shape
     return StateEntry(name, np.empty(shape, spec.dtype), region, owned).describe()
 

@@ -2,18 +2,15 @@
 refused.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Tensor, models, nn, ops, simulate
+from nnmpi import Layout, Tensor, models, nn, ops, simulate
 from nnmpi.base.errors import LayoutError
 from nnmpi.base.shard import split, zigzag
 from nnmpi.base.timeline import Timeline, tracing
-from nnmpi.nn import Module
 from nnmpi.nn.activation import mask_key
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
@@ -28,28 +25,28 @@ HEADS = 5
 class Own(nn.Module):
     """A user's module."""
 
-    def __init__(self, compute: Callable[[Any, Tensor], Any]):
+    def __init__(self, compute):
         self.wide, self.narrow, self.norm = nn.Linear(4, 30), nn.Linear(10, 4), nn.LayerNorm(4)
         self.places = nn.Embedding(TIME, 4)
         self.compute = compute
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Return what `compute` makes of x: (batch, TIME, 4)."""
         return self.compute(self, x)
 
 
-def own(compute: Callable[[Any, Tensor], Any]) -> Callable[..., Module]:
+def own(compute):
     return lambda *_: nn.Sequential(nn.Embedding(TOKENS, 4), Own(compute), nn.Linear(4, TOKENS))
 
 
-def setup(model: Callable[..., Module]) -> Setup:
+def setup(model):
     return Setup(model, data=tokens, **TEXT)
 
 
-def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
+def attend(causal):
     """Return attention of the module's own, with queries, keys and values apart."""
 
-    def compute(m, x: Tensor) -> Tensor:
+    def compute(m, x):
         heads = m.wide(x).reshape(len(x), TIME, 3, HEADS, 2).transpose(2, 0, 3, 1, 4)
         y = ops.scaled_dot_product_attention(heads[0], heads[1], heads[2], causal=causal)
         return m.narrow(y.transpose(0, 2, 1, 3).reshape(len(x), TIME, 10))
@@ -57,7 +54,7 @@ def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
     return compute
 
 
-def attend_dropping(m, x: Tensor) -> Tensor:
+def attend_dropping(m, x):
     key = partial(mask_key, m.path)
     return m.narrow(ops.attention(m.wide(x), HEADS, True, dropout=0.5, mask_key=key))
 
@@ -91,10 +88,7 @@ REFUSED = {
     ),
     "a shift": (own(lambda m, x: x[:, ::-1]), r"x\[\.\.\.\] picks slice"),
     "the first": (own(lambda m, x: x + x[:, :1]), r"x\[\.\.\.\] picks slice"),
-    "a product": (
-        own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x),
-        "needs every pair of parts",
-    ),
+    "a product": (own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x), "needs every pair of parts"),
     "other positions": (
         own(lambda m, x: x.transpose(1, 0, 2)),
         "does not have the 7 positions of its input at axis 1",
@@ -135,13 +129,13 @@ def test_layouts_that_do_not_fit(layout, words):
         simulate(lambda group: run(GPT, group, layout), 6)
 
 
-def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[list[int], int]:
+def sent(ranks, way, time, heads, backward):
     """Return the bytes that each rank said that it sent for a layer's attention, and those on all
     wires.
     """
     batch, features = 2, 3 * heads
 
-    def main(group: Group) -> int:
+    def main(group):
         sequence, timeline = SequenceGroup(group, way), Timeline()
         x = np.random.default_rng(0).standard_normal((batch, time, 3 * features))
         region = sequence.placement(time).region(x.shape, 1, group.size, group.rank)

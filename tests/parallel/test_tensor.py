@@ -5,7 +5,7 @@ do.
 import numpy as np
 import pytest
 
-from nnmpi import Tensor, models, nn
+from nnmpi import models, nn
 from nnmpi.base.errors import CommError, LayoutError, ShapeError
 from nnmpi.nn import Module, Sharding
 from nnmpi.nn.sharding import find
@@ -20,12 +20,12 @@ C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sh
 class Attention(Module):
     """A module of the user's own: one head over the sequence, and a tied projection."""
 
-    def __init__(self, features: int):
+    def __init__(self, features):
         self.query, self.key = nn.Linear(features, 5), nn.Linear(features, 5)
         self.gate = nn.Sequential(nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, features))
         self.mlp = [nn.Linear(features, 7), nn.GELU(), nn.Linear(7, features, bias=False)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return x, attended to: (batch, time, features)."""
         scores = nn.Softmax()(self.query(x) @ self.key(x).transpose(0, 2, 1))
         x = (scores @ x) * self.gate(x)
@@ -48,7 +48,7 @@ def test_a_module_of_the_users_own(group):
     """In it each layer does what the table says; sequences in it are followed."""
     table = {"0": C, "1.gate.0": C, "1.gate.2": R, "1.mlp.0": C, "1.mlp.2": R, "4": R}
 
-    def build() -> Module:
+    def build():
         return nn.Sequential(
             nn.Linear(4, 6), Attention(6), nn.Dropout(0.2), nn.Flatten(), nn.Linear(18, 3)
         )
@@ -70,7 +70,7 @@ def test_a_module_of_the_users_own(group):
 def test_residual_blocks(group, table):
     """Also where a block begins with features that are cut, and ends with such."""
 
-    def build() -> Module:
+    def build():
         body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
         return nn.Sequential(
             nn.Linear(4, 6),
@@ -87,7 +87,7 @@ def test_residual_blocks(group, table):
 def test_shared_layers_stay_shared(group):
     """A layer that stands in two places has one set of weights, whose gradients add up."""
 
-    def build() -> Module:
+    def build():
         twice = nn.Linear(5, 5)
         return nn.Sequential(nn.Linear(4, 5), twice, nn.Tanh(), twice, nn.Linear(5, 3))
 
@@ -100,7 +100,7 @@ def test_shared_layers_stay_shared(group):
 def test_tied_weights_stay_tied(group):
     """Two layers with one weight have one part of it."""
 
-    def build() -> Module:
+    def build():
         return nn.Sequential(
             nn.Linear(4, 5), tied(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 3)
         )
@@ -130,7 +130,7 @@ def test_weights_that_went_apart_are_found(group):
     )
 
 
-def tied(one: nn.Linear, other: nn.Linear) -> Module:
+def tied(one, other):
     """Return two layers with one weight."""
     other.weight = one.weight
     return nn.Sequential(one, other)

@@ -1,9 +1,7 @@
 """What one rank does differently in a loop of one's own is found at that update or the next."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +74,7 @@ class Loop:
         if self.plant == "fewer_rows":
             self.at, self.batch_size = 3, 17
 
-    def batches(self) -> Iterator[tuple[Any, Any, int]]:
+    def batches(self):
         epoch = 0
         while True:
             if self.from_loader:
@@ -182,10 +180,10 @@ PLANTS = {
 }  # fmt: skip
 
 
-def run(seed: int, plant: str, ranks: int) -> tuple[list[Loop], NnmpiError | ValueError | None]:
+def run(seed, plant, ranks):
     loops = {}
 
-    def program(group: Group):
+    def program(group):
         loops[group.rank] = loop = Loop(group, seed, plant)
         loop.run()
 
@@ -216,7 +214,7 @@ def test_no_rank_is_refused_without_a_difference():
         assert {len(loop.done) for loop in loops} == {UPDATES}
 
 
-def worker_of(group: Group, model: nn.Module | None = None) -> Worker:
+def worker_of(group, model=None):
     model = nn.Linear(4, 3).initialize(seed=0) if model is None else model
     return Worker(model, optim.SGD(model.storage, lr=0.1), group)
 
@@ -300,7 +298,7 @@ def test_gradients_that_all_ranks_scale(group, stage):
     """As the one rank does it, or refused; with shared memory it depended on timing."""
     rows = slice(*np.linspace(0, 24, group.size + 1).astype(int)[group.rank :][:2])
 
-    def train(parallel, model: nn.Module, rows: slice) -> float:
+    def train(parallel, model, rows):
         optimizer = optim.SGD(model.storage, lr=0.3, momentum=0.9)
         for _ in range(4):
             model.zero_grad()
@@ -311,7 +309,7 @@ def test_gradients_that_all_ranks_scale(group, stage):
         with no_grad():
             return float(np.abs(model(X).numpy()).sum())
 
-    def make() -> nn.Sequential:
+    def make():
         layers = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)
         return nn.Sequential(*layers).initialize(seed=0, dtype="float64")
 
@@ -334,7 +332,7 @@ def test_a_window_of_accumulation_ends_or_is_refused(group, saves, tmp_path):
     rows = slice(2 * group.rank, 2 * group.rank + 2)
     count = 2 * group.size
 
-    def backward(last: bool):
+    def backward(last):
         loss = ops.cross_entropy(model(X[rows]), Y[rows], reduction="sum")
         parallel.backward(loss, 2 * count, last=last)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ import nnmpi
 from nnmpi import (
     DataParallel,
     GradientExchange,
-    Group,
     Layout,
     NnmpiError,
     Tensor,
@@ -30,12 +27,10 @@ from nnmpi import (
     optim,
     simulate,
 )
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import DeviceError, DivergenceError
 from nnmpi.base.shard import part
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.simulated.simulated_comm import SimulatedComm
-from nnmpi.comm.world import SharedPages
 from nnmpi.data import Dataset, Loader
 from nnmpi.nn import Module
 from nnmpi.nn.sharding import STAGES
@@ -50,7 +45,7 @@ from tests.worker_options import arranged, replicas, sgd, work
 TOKENS, TIME = 13, 6
 
 
-def mlp() -> Module:
+def mlp():
     return models.mlp((5,), 3, hidden=(37, 7, 41), dropout=0.2)
 
 
@@ -60,7 +55,7 @@ MODELS = {
 }
 
 
-def samples(name: str) -> Dataset:
+def samples(name):
     draw = np.random.default_rng(1)
     if name == "gpt":
         x, y = draw.integers(0, TOKENS, (2, 10, TIME))
@@ -85,7 +80,7 @@ class Counting:
     def __init__(self):
         self.nbytes = 0
 
-    def __call__(self, elements: int, dtype) -> Array:
+    def __call__(self, elements, dtype):
         self.nbytes += elements * np.dtype(dtype).itemsize
         return np.zeros(elements, dtype)
 
@@ -110,7 +105,7 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name, ranks):
     full, unit = sum(lengths) + apart, max(lengths) + apart
     slots = max(lengths[0::2]) + max(lengths[1::2]) + apart
 
-    def main(group: Group) -> list[int]:
+    def main(group):
         local = sum(len(part(length, ranks, group.rank)) for length in [*lengths, apart])
         formulas = (
             16 * full,
@@ -144,7 +139,7 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks):
     `traffic`, by rank.
     """
 
-    def main(group: Group, stage: int, steps: int) -> tuple[int, int]:
+    def main(group, stage, steps):
         model = mlp()
         model.initialize(seed=0, storage=sharded(model, group, stage))
         parallel = nnmpi.ShardedDataParallel(model, group, algorithm="ring")
@@ -173,8 +168,8 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks):
 def test_a_model_that_only_stage_3_fits_under_the_limit():
     """The others are refused with the stage that would do; without any, with what else would."""
 
-    def main(group: Group):
-        def place(limit: int, **options) -> str:
+    def main(group):
+        def place(limit, **options):
             # 128 thousand parameters, 2 MiB of state
             model = models.mlp((64,), 10, hidden=(64,) * 31)
             return told(
@@ -199,10 +194,10 @@ def test_misuse_is_refused(ranks):
     stage.
     """
 
-    def loss_of(model: Module) -> Tensor:
+    def loss_of(model):
         return ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int))
 
-    def main(group: Group):
+    def main(group):
         usage_error("no stage 4", lambda: nnmpi.ShardedDataParallel(mlp().initialize(), group, 4))
         model = mlp().initialize()
         early = sgd(model)
@@ -227,7 +222,7 @@ def test_misuse_is_refused(ranks):
 def test_a_gradient_that_is_not_finite_is_named():
     """By the rank that has it, on all ranks, and the weights are those of before."""
 
-    def main(group: Group):
+    def main(group):
         worker = arranged(mlp(), group, Layout(zero=3, unit_bytes=1), lr=1.0)
         storage = worker.model.storage
         before = [array.copy() for array in storage.data]
@@ -244,7 +239,7 @@ def test_a_gradient_that_is_not_finite_is_named():
 def test_what_does_not_go_with_it_is_refused():
     """In a sentence that says what would."""
 
-    def main(group: Group):
+    def main(group):
         where = arrange(mlp(), group, Layout(zero=3))
         where.model.initialize(seed=0)
         usage_error(
@@ -266,7 +261,7 @@ class Plain(nn.Module):
     def __init__(self):
         self.flat, self.only = nn.Flatten(), nn.Linear(64, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return logits."""
         return self.only(self.flat(x))
 
@@ -289,9 +284,9 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(stage, room, mon
     """It gives back those that it had. However many units there are, it takes no window for each of
     them.
     """
-    share_pages, left, held = SimulatedComm.share_pages, Counter[int](), Counter[int]()
+    share_pages, left, held = SimulatedComm.share_pages, Counter(), Counter()
 
-    def share(comm: SimulatedComm, own_bytes: int) -> SharedPages:
+    def share(comm, own_bytes):
         left[comm.rank] += 1
         if left[comm.rank] > room:
             raise DeviceError("there is no more room")
@@ -305,7 +300,7 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(stage, room, mon
         monkeypatch.setattr(pages, "free", give_back)
         return pages
 
-    def train(group: Group, kind: Callable[..., DataParallel]) -> tuple[list[float], DataParallel]:
+    def train(group, kind):
         model = models.mlp((5,), 3, hidden=(7,) * 20).initialize(seed=0)
         parallel, losses = kind(model, group), []
         optimizer = sgd(model)
@@ -319,7 +314,7 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(stage, room, mon
             optimizer.step()
         return losses, parallel
 
-    def main(group: Group) -> list[float]:
+    def main(group):
         losses, parallel = train(
             group, partial(nnmpi.ShardedDataParallel, stage=stage, unit_bytes=1)
         )
@@ -376,14 +371,14 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch):
     """However many units there are: all of stage 1 are summed between two."""
     waits = Counter()
 
-    def wait(self: NodeTransport, *told):
+    def wait(self, *told):
         waits[self._group.rank] += 1
         return old(self, *told)
 
     old = NodeTransport.meet
     monkeypatch.setattr(NodeTransport, "meet", wait)
 
-    def main(group: Group):
+    def main(group):
         net = models.mlp((6,), 3, hidden=[8] * 5)
         worker = arranged(net, group, Layout(zero=1, unit_bytes=1))
         for _ in range(2):
@@ -409,7 +404,7 @@ def test_mixes_hold_the_predicted_bytes(name, layout, way):
     """To the byte, also where ranks hold other parts: a stage, an expert."""
     setup = GPT if name == "gpt" else LIMITED
 
-    def main(group: Group):
+    def main(group):
         worker = build(setup, group, layout, allreduce=way)
         for batch in islice(batches(setup, worker), 2):
             worker.step(batch)
@@ -426,11 +421,11 @@ class Inputs(Module):
     def __init__(self):
         self.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
 
-    def forward(self, x: Tensor, *, other: Tensor) -> dict[str, Tensor]:
+    def forward(self, x, *, other):
         return {"y": self.layers[0](x) + self.layers[1](other), "rest": x}
 
 
-def _squares(y: Tensor) -> Tensor:
+def _squares(y):
     return (y * y).sum() * 1.0
 
 
@@ -452,12 +447,12 @@ LOSSES = {
 }
 
 
-def cut(model: Module, group: Group, stage: int, algorithm: str) -> DataParallel:
+def cut(model, group, stage, algorithm):
     options = {"algorithm": algorithm, "unit_bytes": 8} if stage else {}
     return replicas(model, group, stage, **options)
 
 
-def learn(parallel: DataParallel, loss: Tensor, optimizer: optim.Optimizer, samples: int = 100):
+def learn(parallel, loss, optimizer, samples=100):
     """Do an update."""
     parallel.model.zero_grad()
     parallel.backward(loss, samples)
@@ -469,7 +464,7 @@ def learn(parallel: DataParallel, loss: Tensor, optimizer: optim.Optimizer, samp
 def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name):
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
 
-    def program(group: Group, stage: int, algorithm: str):
+    def program(group, stage, algorithm):
         layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
         model = Inputs() if name == "two inputs" else nn.Sequential(*layers)
         model.initialize(seed=0, dtype="float64")
@@ -497,8 +492,8 @@ def test_a_loss_passes_through_another_model_that_is_frozen(stage, algorithm):
     """As a generator's through the discriminator."""
     x = np.random.default_rng(0).standard_normal((2, 2, 3))
 
-    def program(group: Group, stage: int) -> list[float]:
-        each, losses = list[Any](), list[float]()
+    def program(group, stage):
+        each, losses = [], []
         for seed in (0, 1):
             model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
             model.initialize(seed=seed, dtype="float64")

@@ -19,14 +19,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.planted.faults import FAULTS, Fault
+from tests.planted.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
-def find(fault: Fault, scratch: Path) -> str:
+def find(fault, scratch):
     """Return the test that finds a fault, or a sentence in capitals that begins with why there is
     none.
     """
@@ -74,7 +74,7 @@ def find(fault: Fault, scratch: Path) -> str:
     )
 
 
-def main() -> int:
+def main():
     """Plant the faults; return 1 if one is not found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

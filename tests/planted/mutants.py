@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -52,24 +51,24 @@ OPERATOR = re.compile(rf"[\s)]({'|'.join(map(re.escape, LONGEST_FIRST))})[\s(]".
 FILES = 6  # of tests for a mutant, those that name its module most often
 
 
-def mutants(text: str) -> Iterator[tuple[int, str]]:
+def mutants(text):
     """Yield the line of each mutant of a source file, and the file with it."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
     source = text.encode()
 
-    def place(node: ast.AST, end: bool = False) -> int:
+    def place(node, end=False):
         line, column = (
             (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)  # type: ignore[attr-defined]
         )
         return int(starts[line - 1] + column)
 
-    def replaced(node: ast.AST, begin: int, end: int, new: str) -> tuple[int, str]:
+    def replaced(node, begin, end, new):
         return node.lineno, (source[:begin] + new.encode() + source[end:]).decode()  # type: ignore[attr-defined]
 
     for node in ast.walk(ast.parse(text)):
-        pairs: list[tuple[ast.expr, ast.expr]] = []
+        pairs = []
         if isinstance(node, ast.Compare):
             pairs = [*pairwise([node.left, *node.comparators])]
         elif isinstance(node, ast.BoolOp):
@@ -87,14 +86,14 @@ def mutants(text: str) -> Iterator[tuple[int, str]]:
                 yield replaced(node, *found.span(1), OPERATORS[found[1].decode()])
 
 
-def _is_program(text: str) -> bool:
+def _is_program(text):
     with suppress(SyntaxError):
         return bool(ast.parse(text))
     return False
 
 
 @cache
-def finders_of(file: str) -> str:
+def finders_of(file):
     """Return the tests that name a file's module most often; those of its package if none does."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     named = re.compile(rf"{re.escape(module)}[ .]")
@@ -106,7 +105,7 @@ def finders_of(file: str) -> str:
     return " ".join(chosen[:FILES] or [f"tests/{file.split('/')[1]}"])
 
 
-def main() -> int:
+def main():
     """Plant the mutants; return 1 if one survives."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -7,7 +7,6 @@ from functools import cache
 from hypothesis import strategies as st
 
 from nnmpi.schedule.lower import lower, shard_weights, split_stages
-from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make, usual_stages
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
@@ -21,15 +20,13 @@ schedules = st.tuples(st.sampled_from(KINDS), numbers)
 
 
 @cache
-def lowered(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def lowered(name, ranks, microbatches, virtual=1):
     """Return a schedule ready to be executed; it is made once for all tests of a file."""
     return lower(make(name, ranks, microbatches, virtual))
 
 
 @cache
-def in_units(
-    name: str, ranks: int, microbatches: int, virtual: int, units: int, gathers: bool
-) -> Schedule:
+def in_units(name, ranks, microbatches, virtual, units, gathers):
     """Return a schedule whose stages have this many units, and one more in every second one."""
     schedule = make(name, ranks, microbatches, virtual)
     counts = [units + stage % 2 for stage in range(schedule.stages)]

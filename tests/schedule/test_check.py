@@ -1,7 +1,6 @@
 """Planted faults: each spoils a right schedule in one place, and is told with the place marked."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,22 +26,20 @@ from nnmpi.schedule.schedules import make
 from tests.harness.refusals import refuses
 from tests.schedule.every import KINDS, in_units, lowered
 
-Programs = list[list[Item]]
 
-
-def spoiled(schedule: Schedule, spoil: Callable[[Programs], None]) -> Schedule:
+def spoiled(schedule, spoil):
     programs = [list(program) for program in schedule.programs]
     spoil(programs)
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
-def instruction(text: str) -> Instruction:
+def instruction(text):
     """Return the instruction whose text form this is."""
     stage, kind, microbatch = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text).groups()
     return Kind(kind).at(int(stage), int(microbatch) if microbatch else None)
 
 
-def read(*texts: str) -> Schedule:
+def read(*texts):
     """Return the schedule of two microbatches whose programs are written out, one rank per text."""
     programs = []
     for text in texts:
@@ -83,19 +80,11 @@ def test_the_schedule_by_hand_is_right():
         ("1SEND_GRAD1 ", "", "1SEND_GRAD1 is missing on rank 1: 0RECV_GRAD1 has no partner"),
         ("0RECV_GRAD1 ", "", "0RECV_GRAD1 is missing on rank 0: 1SEND_GRAD1 has no partner"),
         ("0B1", "0B1 1STEP", "1STEP is on rank 0, but stage 1 belongs to rank 1"),
-        (
-            "1RECV_ACT0 1F0",
-            "1F0 1RECV_ACT0",
-            "1F0 comes before 1RECV_ACT0, which it needs",
-        ),
+        ("1RECV_ACT0 1F0", "1F0 1RECV_ACT0", "1F0 comes before 1RECV_ACT0, which it needs"),
         ("0F0 0SEND_ACT0", "0SEND_ACT0 0F0", "0SEND_ACT0 comes before 0F0"),
         ("1F1 1B1", "1B1 1F1", "1B1 comes before 1F1"),
         ("0RECV_GRAD1 0B1", "0B1 0RECV_GRAD1", "0B1 comes before 0RECV_GRAD1"),
-        (
-            "1B1 1REDUCE 1SEND_GRAD1",
-            "1SEND_GRAD1 1B1 1REDUCE",
-            "1SEND_GRAD1 comes before 1B1",
-        ),
+        ("1B1 1REDUCE 1SEND_GRAD1", "1SEND_GRAD1 1B1 1REDUCE", "1SEND_GRAD1 comes before 1B1"),
         ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE comes before 1B1"),
         ("0REDUCE 0STEP", "0STEP 0REDUCE", "0STEP comes before 0REDUCE"),
         ("0REDUCE ", "", "0REDUCE is missing on rank 0"),
@@ -169,14 +158,14 @@ def test_stages_of_one_rank_follow_one_another(name, ranks, first, second):
 chosen = st.tuples(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 6))
 
 
-def _draw(data: st.DataObject) -> tuple[Schedule, int, int]:
+def _draw(data):
     (name, virtual), ranks, microbatches = data.draw(chosen)
     schedule = lowered(name, ranks, microbatches, virtual)
     rank = data.draw(st.integers(0, ranks - 1))
     return schedule, rank, data.draw(st.integers(0, len(schedule.programs[rank]) - 1))
 
 
-def _is_refused(schedule: Schedule) -> bool:
+def _is_refused(schedule):
     try:
         check(schedule)
     except ScheduleError as error:
@@ -269,7 +258,7 @@ def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule():
     for name, virtual in KINDS:
         schedule = place_reductions(add_transfers(make(name, 4, 4, virtual)))
 
-        def swap(programs: Programs):
+        def swap(programs):
             local = programs[1]
             first, second = [
                 i
@@ -286,7 +275,7 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule():
         if name != "inference":
             schedule = lowered(name, 2, 3, virtual)
 
-            def late(programs: Programs):
+            def late(programs):
                 at = [
                     i
                     for i, program in enumerate(programs[0])

@@ -2,34 +2,32 @@
 messages, order.
 """
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 
 from nnmpi.schedule.check import check
 from nnmpi.schedule.schedule import Kind
 from nnmpi.schedule.schedules import make
-from nnmpi.schedule.simulate import Simulation, even_costs, simulate_schedule
+from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from tests.schedule.every import KINDS, RANKS, lowered, numbers
 
 some = settings(max_examples=20)
 
 
-def found(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Simulation:
+def found(name, ranks, microbatches, virtual=1):
     """Simulate with a forward of one second for a rank's stages together."""
     return simulate_schedule(
         lowered(name, ranks, microbatches, virtual), even_costs(ranks * virtual, 1 / virtual)
     )
 
 
-def few(ranks: int, m: int, ahead: float, behind: float) -> float:
+def few(ranks, m, ahead, behind):
     """Return the first where there are as many microbatches as ranks, or more; else the second."""
     return ahead if m >= ranks else behind
 
 
 # Of ranks, microbatches and stages a rank: when a step is over.
-MAKESPANS: dict[str, Callable[[int, int, int], float]] = {
+MAKESPANS = {
     "naive": lambda r, m, v: 3 * r * m,
     "gpipe": lambda r, m, v: 3 * (m + r - 1),
     "1f1b": lambda r, m, v: 3 * (m + r - 1),
@@ -39,7 +37,7 @@ MAKESPANS: dict[str, Callable[[int, int, int], float]] = {
     "interleaved": lambda r, m, v: few(r, m, 3 * m * v + 3 * (r - 1), 3 * (m + r * v - 1)) / v,
 }
 # and how many activations a rank keeps.
-PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
+PEAKS = {
     "naive": lambda r, m, v, rank: 1,
     "inference": lambda r, m, v, rank: 1,
     "gpipe": lambda r, m, v, rank: m,

@@ -1,6 +1,5 @@
 """Cutting layers into stages: against all cuts there are, with and without a limit of memory."""
 
-from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -10,20 +9,19 @@ from hypothesis import strategies as st
 from nnmpi.base.errors import LayoutError
 from nnmpi.schedule.partition import partition
 
-Cut = tuple[range, ...]
 many_layers = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 
 
-def every_cut(layers: int, stages: int) -> Iterator[Cut]:
+def every_cut(layers, stages):
     for inner in combinations(range(1, layers), stages - 1):
         yield tuple(range(a, b) for a, b in pairwise((0, *inner, layers)))
 
 
-def sums(cut: Cut, numbers: Sequence[int]) -> list[int]:
+def sums(cut, numbers):
     return [sum(numbers[i] for i in stage) for stage in cut]
 
 
-def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
+def goodness(cut, times):
     """Return (slowest stage, sum of squares): less is better."""
     result = sums(cut, times)
     return max(result), sum(item**2 for item in result)

@@ -12,17 +12,11 @@ from nnmpi.comm.machine import Link, Machine
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.schedule import COMPUTE, Kind
 from nnmpi.schedule.schedules import make
-from nnmpi.schedule.simulate import (
-    ScheduleRun,
-    Simulation,
-    even_costs,
-    measured_costs,
-    simulate_schedule,
-)
+from nnmpi.schedule.simulate import ScheduleRun, even_costs, measured_costs, simulate_schedule
 from tests.schedule.every import lowered, schedules
 
 
-def spans(simulation: Simulation) -> dict[str, tuple[float, float]]:
+def spans(simulation):
     return {str(span.instruction): (span.begin_s, span.end_s) for span in simulation.spans}
 
 
@@ -53,12 +47,7 @@ def test_two_stages_two_microbatches_by_hand():
 
 
 def test_a_send_that_waits_holds_its_rank():
-    def found(
-        name: str,
-        microbatches: int,
-        costs: dict[Kind, tuple[float, float]],
-        rendezvous: bool = True,
-    ):
+    def found(name, microbatches, costs, rendezvous=True):
         run = ScheduleRun(lowered(name, 2, microbatches), costs, rendezvous)
         return {str(span.instruction): (span.begin_s, span.end_s) for span in run.spans}
 

@@ -64,7 +64,7 @@ class Checkout:
     on it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.root = folder / "check out"
         self.bin = folder / "bin"
         self.log = folder / "log"
@@ -87,9 +87,7 @@ class Checkout:
             "MPIRUN_SAYS": "mpirun (Open MPI) 5",
         }
 
-    def add_python(
-        self, name: str = "python3", version: int = 31200, works: str = "yes", folder: str = ""
-    ) -> Path:
+    def add_python(self, name="python3", version=31200, works="yes", folder=""):
         """Put a Python on the PATH."""
         path = self.bin / folder / name
         path.parent.mkdir(exist_ok=True)
@@ -97,13 +95,13 @@ class Checkout:
         path.chmod(0o755)
         return path
 
-    def add_mpirun(self, says: str):
+    def add_mpirun(self, says):
         """Put an mpirun on the PATH."""
         path = self.bin / "mpirun"
         path.write_text(f"#!/bin/sh\necho '{says}'\n")
         path.chmod(0o755)
 
-    def start(self, *extras: str, **environ: str) -> "subprocess.Popen[str]":
+    def start(self, *extras, **environ):
         """Start the probe, from another folder."""
         command = ["sh", str(self.root / "scripts/probe"), *extras]
         pipe = subprocess.PIPE
@@ -118,25 +116,25 @@ class Checkout:
             start_new_session=True,
         )
 
-    def run(self, *extras: str, **environ: str) -> tuple[int, str, str]:
+    def run(self, *extras, **environ):
         """Return the probe's status, output and errors."""
         process = self.start(*extras, **environ)
         output, errors = process.communicate(timeout=60)
         return process.returncode, output, errors
 
-    def fails(self, sentence: str, lines: int | None = 1, **environ: str):
+    def fails(self, sentence, lines=1, **environ):
         """Check that the probe fails with a sentence, and with so many lines in all."""
         status, output, errors = self.run(**environ)
         assert (status, output, lines or errors.count("\n")) == (2, "", errors.count("\n")), errors
         assert sentence in errors
 
-    def done(self) -> list[str]:
+    def done(self):
         """Return what was done since the last question."""
         lines = self.log.read_text().splitlines()
         self.log.write_text("")
         return lines
 
-    def interrupt(self, step: str, *extras: str, **environ: str):
+    def interrupt(self, step, *extras, **environ):
         """Kill the probe, and all that it started, in the middle of a step."""
         process = self.start(*extras, **environ)
         for _ in range(600):
@@ -343,7 +341,7 @@ def test_help_installs_nothing(checkout, script, words, asked):
     assert not (checkout.root / ".venv").exists()
 
 
-def launch_variables(output: str) -> dict[str, str]:
+def launch_variables(output):
     """Return what the probe's environment has of Open MPI's variables."""
     pairs = (line.partition("=")[::2] for line in output.splitlines())
     return {name: value for name, value in pairs if name.startswith(("OMPI_MCA", "PRTE_MCA"))}

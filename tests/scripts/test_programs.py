@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SHELL = ".ci/run", "scripts/benchmark-check", "scripts/check"
 
 
-def find_programs() -> set[str]:
+def find_programs():
     """Return the paths of all programs."""
     files = [file for name in ("benchmarks", "examples") for file in (ROOT / name).rglob("*.py")]
     mains = {
@@ -28,13 +28,13 @@ def find_programs() -> set[str]:
     return {file.relative_to(ROOT).as_posix() for file in mains | notebooks | scripts}
 
 
-def words_of_shell(name: str) -> set[str]:
+def words_of_shell(name):
     """Return the words of a script's commands."""
     lines = (ROOT / name).read_text().splitlines()
     return {word.strip("\"';()") for line in lines for word in line.partition("#")[0].split()}
 
 
-def words_of_python(folder: Path) -> set[str]:
+def words_of_python(folder):
     """Return the words of all texts in a folder's modules, but for docstrings and unused ones."""
     trees = [ast.parse(file.read_text()) for file in folder.glob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -47,13 +47,13 @@ def words_of_python(folder: Path) -> set[str]:
     }
 
 
-def spellings(program: str) -> set[str]:
+def spellings(program):
     """Return how a command names a program: by its path, or as a module."""
     path = program.removesuffix("/__main__.py")
     return {path, path.removesuffix(".py").replace("/", ".")}
 
 
-def find_unused(programs: set[str], words: set[str]) -> set[str]:
+def find_unused(programs, words):
     """Return the programs that are not run, where `words` are those of the commands."""
     left = set(programs)
     while True:

@@ -112,11 +112,7 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
     assert [
         (outcome.status, outcome.points)
         for outcome in grade(read_assignment(assignment), file).outcomes
-    ] == [
-        ("passed", 4),
-        ("passed", 2),
-        ("passed", 4),
-    ]
+    ] == [("passed", 4), ("passed", 2), ("passed", 4)]
     assignment.write_text(ASSIGNMENT.replace("AT_MOST", "0.75"))  # of what a ring takes
     right, sizes, slow = grade(read_assignment(assignment), file).outcomes
     assert (right.status, sizes.status, slow.status, slow.points) == (
@@ -231,7 +227,7 @@ def test_helpers_are_read_as_the_file_is(assignment, tmp_path):
     item, *_ = read_assignment(assignment).criteria
     only = Assignment(criteria=(item,))
 
-    def told() -> str:
+    def told():
         (outcome,) = grade(only, mine).outcomes
         assert outcome.points == 0
         return outcome.text
@@ -269,7 +265,7 @@ def test_what_is_graded_is_kept_when_the_grading_ends(assignment, tmp_path, monk
     seen = []
     real = module.write_atomically
 
-    def killed(file: Path, content: bytes):
+    def killed(file, content):
         real(file, content)
         seen.append([item["submission"] for item in json.loads(out.read_text())])
         if len(seen) == 2:
@@ -440,11 +436,7 @@ def test_formats(assignment, tmp_path):
             "sizes = [[2, 2]]",
             r"is a number of ranks, from 1 to 128, not \[2, 2\]",
         ),
-        (
-            "sizes = [6, 7]",
-            "sizes = [100000]",
-            "is a number of ranks, from 1 to 128, not 100000",
-        ),
+        ("sizes = [6, 7]", "sizes = [100000]", "is a number of ranks, from 1 to 128, not 100000"),
         (
             "points = 4",
             'points = 4\nname = "g"\n[[criteria]]\nexercise = "gpipe"\nsizes = [4]',
@@ -466,16 +458,8 @@ def test_formats(assignment, tmp_path):
             "has no sizes",
         ),
         ('"alpha_us=50,gbit=1"', '"fast"', "machine cluster: .*fast"),
-        (
-            "ranks = 5",
-            "ranks = 1",
-            "ring has 0 seconds on cluster, which has no multiples",
-        ),
-        (
-            "ranks = 5",
-            "ranks = 0",
-            "machine cluster: ranks and microbatches must be from 1",
-        ),
+        ("ranks = 5", "ranks = 1", "ring has 0 seconds on cluster, which has no multiples"),
+        ("ranks = 5", "ranks = 0", "machine cluster: ranks and microbatches must be from 1"),
         (
             "ranks = 5",
             "message_s = -1",

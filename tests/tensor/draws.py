@@ -2,7 +2,7 @@
 awkward strides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Row:
 Build = Callable[[Draw], Case]
 
 
-def table(package: str, **functions: Build | dict[str, Build]) -> list[Row]:
+def table(package, **functions):
     """Return the rows of a package's public functions.
 
     Args:
@@ -59,22 +59,22 @@ def table(package: str, **functions: Build | dict[str, Build]) -> list[Row]:
 
 # ---------------------------------------------------------------- values: where an operation has a
 # derivative
-def anywhere(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def anywhere(rng, shape):
     """Return numbers between -2 and 2."""
     return rng.uniform(-2, 2, shape)
 
 
-def positive(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def positive(rng, shape):
     """Return numbers between 0.3 and 2."""
     return rng.uniform(0.3, 2, shape)
 
 
-def nonzero(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def nonzero(rng, shape):
     """Return numbers of both signs that stay 0.3 away from 0."""
     return rng.uniform(0.3, 2, shape) * rng.choice((-1.0, 1.0), shape)
 
 
-def distinct(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def distinct(rng, shape):
     """Return numbers that differ by at least 0.05 from one another, so that which is the largest
     does not change.
     """
@@ -82,23 +82,23 @@ def distinct(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     return (rng.permutation(size).reshape(shape) - size // 2) * 0.05 + 0.01
 
 
-def between(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def between(rng, shape):
     """Return numbers that are each 0.025 away from all of `distinct`."""
     return distinct(rng, shape) + 0.025
 
 
-def beside(x, values: np.ndarray):
+def beside(x, values):
     """Return an array where a tensor's elements are."""
     return namespace(x.data).asarray(values)
 
 
 # ---------------------------------------------------------------- shapes and strides
-def shape(draw: Draw, least: int = 0, most: int = 3, side: int = 0) -> Shape:
+def shape(draw, least=0, most=3, side=0):
     """Draw a shape of `least` to `most` axes, each of `side` to 3 elements."""
     return tuple(draw(st.lists(st.integers(side, 3), min_size=least, max_size=most)))
 
 
-def broadcasting(draw: Draw, count: int) -> list[Shape]:
+def broadcasting(draw, count):
     """Draw shapes that broadcast: axes of one shape left out in front, or of length 1."""
     full = shape(draw)
     shapes = []
@@ -108,7 +108,7 @@ def broadcasting(draw: Draw, count: int) -> list[Shape]:
     return shapes
 
 
-def axes_of(draw: Draw, ndim: int) -> int | tuple[int, ...] | None:
+def axes_of(draw, ndim):
     """Draw what reductions take as axis: all, one, or several, counted from either end."""
     if ndim == 0 or draw(st.booleans()):
         return None
@@ -117,19 +117,19 @@ def axes_of(draw: Draw, ndim: int) -> int | tuple[int, ...] | None:
     return signed[0] if len(signed) == 1 else signed
 
 
-def array(draw: Draw, domain: Domain, size: Shape) -> np.ndarray:
+def array(draw, domain, size):
     """Draw an array of a shape whose values come from a domain and lie in memory in some awkward
     way.
     """
     return awkward(draw, domain(np.random.default_rng(draw(st.integers(0, 2**16))), size))
 
 
-def arrays(draw: Draw, domain: Domain, sizes: Sequence[Shape]) -> list[np.ndarray]:
+def arrays(draw, domain, sizes):
     """Draw several arrays. See `array`."""
     return [array(draw, domain, size) for size in sizes]
 
 
-def awkward(draw: Draw, values: np.ndarray) -> np.ndarray:
+def awkward(draw, values):
     """Return the values in other memory: axes in any order, run through backwards or with gaps, NaN
     in the gaps.
     """

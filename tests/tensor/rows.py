@@ -13,7 +13,6 @@ from nnmpi.backend.array import namespace
 from nnmpi.tensor import gather_shards
 from tests.tensor.draws import (
     Case,
-    Draw,
     anywhere,
     array,
     arrays,
@@ -41,7 +40,7 @@ def binary(function, domain=anywhere):
 def extremum(function):
     """Return a builder for two tensors that broadcast and are equal nowhere."""
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         a, b = broadcasting(draw, 2)
         return Case(function, [array(draw, distinct, a), array(draw, between, b)])
 
@@ -54,7 +53,7 @@ def once(mask):
     return lambda x: copied(namespace(x.data))
 
 
-def where(draw: Draw) -> Case:
+def where(draw):
     """Two tensors and a condition, all broadcast."""
     condition, a, b = broadcasting(draw, 3)
     mask = array(draw, anywhere, condition) > 0
@@ -62,21 +61,21 @@ def where(draw: Draw) -> Case:
     return Case(lambda x, y: tensor.where(there(x), x, y), arrays(draw, anywhere, (a, b)))
 
 
-def where_number(draw: Draw) -> Case:
+def where_number(draw):
     """A tensor and a number on either side."""
     x = array(draw, anywhere, draw_shape(draw))
     mask, left = once(np.asarray(x > 0.5)), draw(st.booleans())
     return Case(lambda t: tensor.where(mask(t), *((1.5, t) if left else (t, 1.5))), [x])
 
 
-def power_number(draw: Draw) -> Case:
+def power_number(draw):
     """A tensor to the power of a number."""
     exponent = draw(st.sampled_from((2, 3, 0, 1, -1, 0.5, 2.5, -1.5)))
     domain = positive if exponent % 1 else nonzero
     return Case(lambda x: operator.pow(x, exponent), [array(draw, domain, draw_shape(draw))])
 
 
-def matmul(draw: Draw) -> Case:
+def matmul(draw):
     """Vectors, matrices and stacks of them."""
     n, k, m = (draw(st.integers(0, 3)) for _ in range(3))
     left, right = broadcasting(draw, 2) if draw(st.booleans()) else ((), ())
@@ -88,7 +87,7 @@ def matmul(draw: Draw) -> Case:
 def reduction(function, domain=anywhere, side=0, **options):
     """Return a builder for a reduction over some axes."""
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         x = array(draw, domain, draw_shape(draw, side=side))
         axis, keepdims = axes_of(draw, x.ndim), draw(st.booleans())
         return Case(lambda t: function(t, axis, keepdims, **options), [x])
@@ -99,7 +98,7 @@ def reduction(function, domain=anywhere, side=0, **options):
 def method(name, arguments, **sizes):
     """Return a builder for a method of one tensor, whose arguments are drawn for it."""
 
-    def build(draw: Draw) -> Case:
+    def build(draw):
         x = array(draw, anywhere, draw_shape(draw, **sizes))
         given = arguments(draw, x)
         return Case(lambda t: getattr(t, name)(*given), [x])
@@ -107,7 +106,7 @@ def method(name, arguments, **sizes):
     return build
 
 
-def another_shape(draw: Draw, x: np.ndarray) -> tuple[list[int]]:
+def another_shape(draw, x):
     """Another shape of the same number of elements, one size left open where it can be."""
     expected = list(draw(st.permutations(x.shape))) + [1] * draw(st.integers(0, 1))
     i = draw(st.integers(0, len(expected) - 1))
@@ -116,22 +115,22 @@ def another_shape(draw: Draw, x: np.ndarray) -> tuple[list[int]]:
     return (expected,)
 
 
-def an_order(draw: Draw, x: np.ndarray) -> list[int]:
+def an_order(draw, x):
     """Any order of the axes, counted from either end."""
     return [i - x.ndim if draw(st.booleans()) else i for i in draw(st.permutations(range(x.ndim)))]
 
 
-def two_axes(draw: Draw, x: np.ndarray) -> list[int]:
+def two_axes(draw, x):
     """Two axes, which may be the same."""
     return [draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2)]
 
 
-def borders(draw: Draw, x: np.ndarray) -> tuple[list[tuple[int, int]], float]:
+def borders(draw, x):
     """Borders of different widths."""
     return [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)], 0.5
 
 
-def concatenate(draw: Draw) -> Case:
+def concatenate(draw):
     """One to three tensors of different lengths along the axis; the first one comes again at the
     end.
     """
@@ -142,7 +141,7 @@ def concatenate(draw: Draw) -> Case:
     return Case(lambda *tensors: tensor.concatenate([*tensors, tensors[0]], axis), inputs)
 
 
-def stack(draw: Draw) -> Case:
+def stack(draw):
     """Tensors of one shape along a new axis."""
     item = draw_shape(draw, most=2)
     axis = draw(st.integers(-len(item) - 1, len(item)))
@@ -150,7 +149,7 @@ def stack(draw: Draw) -> Case:
     return Case(lambda *tensors: tensor.stack(tensors, axis), inputs)
 
 
-def sliced(draw: Draw) -> Case:
+def sliced(draw):
     """Slices of any step, integers, new axes and an ellipsis."""
     x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
     key = []
@@ -170,7 +169,7 @@ def sliced(draw: Draw) -> Case:
     return Case(lambda t: t[tuple(key)], [x])
 
 
-def picked(draw: Draw) -> Case:
+def picked(draw):
     """Integer arrays, which may name a place twice, beside slices."""
     x = array(draw, anywhere, (3, *draw_shape(draw, least=1, most=2, side=1)))
     first = np.array(draw(st.lists(st.integers(-3, 2), max_size=4)), dtype=int)
@@ -184,7 +183,7 @@ def picked(draw: Draw) -> Case:
     return Case(lambda t: t[key], [x])
 
 
-def masked(draw: Draw) -> Case:
+def masked(draw):
     """A boolean mask over the first axes."""
     x = array(draw, anywhere, draw_shape(draw, least=1))
     depth = draw(st.integers(1, x.ndim))

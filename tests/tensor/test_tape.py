@@ -1,15 +1,11 @@
 """The tape: graphs of any shape, graphs that meet, graphs used up."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import GraphError, ShapeError
-from nnmpi.nn import Module
 from nnmpi.ops import cross_entropy
 from nnmpi.tensor import Function
 from nnmpi.tensor.backward import Deferred
@@ -131,10 +127,7 @@ def test_backward_that_makes_no_sense(make, error, words):
 # parameters'.
 
 
-Build = Callable[[], Module]
-
-
-def tied() -> Module:
+def tied():
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64)
     )
@@ -150,9 +143,7 @@ MODELS = {
 }
 
 
-def gradients(
-    name: str, halves: bool, microbatches: int = 2
-) -> tuple[list[Array], dict[str, Array]]:
+def gradients(name, halves, microbatches=2):
     """Return the inputs' and the parameters' gradients; with halves, all first ones come before any
     second one.
     """

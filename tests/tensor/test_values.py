@@ -112,13 +112,7 @@ def test_sums_of_nothing():
 def test_moves_that_copy_nothing():
     """Reshape, transpose and slices are views of the same memory."""
     x = Tensor(np.arange(6.0).reshape(2, 3))
-    for y in (
-        x.reshape(3, 2),
-        x.T,
-        x[1:],
-        x[None],
-        x[::-1],
-    ):
+    for y in (x.reshape(3, 2), x.T, x[1:], x[None], x[::-1]):
         assert np.shares_memory(x.data, y.data)
 
 

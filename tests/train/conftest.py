@@ -1,7 +1,5 @@
 """What the tests of this folder share."""
 
-from pathlib import Path
-
 import pytest
 
 from nnmpi.train.cli import main
@@ -15,7 +13,7 @@ def train(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     numbers = iter(range(1000))
 
-    def run(words: str) -> Path:
+    def run(words):
         resumed = words.partition("--resume ")[2]
         if resumed:
             main(words.split(), group)

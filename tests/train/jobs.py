@@ -3,21 +3,17 @@ moments.
 """
 
 import os
-import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.harness.job import Ending, mpirun, run
+from tests.harness.job import mpirun, run
 
 LIMIT_S = 90.0
 ROOT = Path(__file__).parents[2]
 
 
-def train(
-    folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False
-) -> Ending:
+def train(folder, words, ranks=1, is_lost=lambda: False):
     """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can
     be imported.
     """
@@ -27,16 +23,16 @@ def train(
     return run(command, folder / "output", LIMIT_S, environ, is_lost=is_lost, cwd=folder)
 
 
-def last_checkpoint(run: Path) -> Path:
+def last_checkpoint(run):
     return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
 
 
-def arrays(run: Path) -> tuple[bytes, ...]:
+def arrays(run):
     """Return the last checkpoint's files of arrays: the model's, and the optimizer's."""
     return tuple(file.read_bytes() for file in sorted(last_checkpoint(run).glob("*.safetensors")))
 
 
-def processes(mark: str) -> list[int]:
+def processes(mark):
     """Return the processes with this text among their arguments: those of one job, if the text
     names its folder.
     """
@@ -48,7 +44,7 @@ def processes(mark: str) -> list[int]:
     return result
 
 
-def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None):
+def send(number, mark, to="all", rank=None):
     """Send the signal to all of the job's processes, its "ranks" or its "launcher", or to one rank
     alone if given.
     """
@@ -60,7 +56,7 @@ def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = 
                 os.kill(process, number)
 
 
-def _rank(process: int) -> int | None:
+def _rank(process):
     """Return a process's rank, by what the launcher has told it; None for the launcher."""
     entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     text = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
@@ -68,15 +64,13 @@ def _rank(process: int) -> int | None:
     return None if result is None else int(result)
 
 
-def once(
-    condition: Callable[[], bool], action: Callable[[], None], ends: bool
-) -> Callable[[], bool]:
+def once(condition, action, ends):
     """Return a callback for `train`: it does the action when the condition holds first, and says
     whether to end.
     """
     done = False
 
-    def callback() -> bool:
+    def callback():
         nonlocal done
         if not done and condition():
             done = True
@@ -86,6 +80,6 @@ def once(
     return callback
 
 
-def lines(file: Path) -> int:
+def lines(file):
     """Return how many lines the file has; 0 if there is none."""
     return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -1,11 +1,9 @@
 """Options reach the parts that they are for."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nnmpi import Group, Tensor, simulate
+from nnmpi import Tensor, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_json
@@ -29,7 +27,7 @@ from nnmpi.train.derived import count_microbatches
 from nnmpi.train.inputs import load_inputs
 
 
-def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def shapes(config, sample_shape):
     model = build.build_model(config, sample_shape, 10).initialize()
     return [
         parameter.data.shape for _, parameter in model.named_parameters() if parameter.data.ndim > 1
@@ -70,7 +68,7 @@ def test_the_worker_gets_its_options(group, monkeypatch):
     monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
     inputs = load_inputs(Config(), group, lambda _: None, Mesh())
 
-    def options(config: Config) -> dict[str, Any]:
+    def options(config):
         model = build.build_full_model(config, inputs.train, numpy_backend(), group)
         build.build_trainer(config, model, group, inputs, numpy_backend())
         return given
@@ -183,7 +181,7 @@ def test_the_run_is_as_long_as_epochs_or_steps_say(group):
 def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for():
     """They have one between them: that of the options given, not of those before."""
 
-    def program(group: Group):
+    def program(group):
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
         first, second, third = (
             load_inputs(item, group, lambda _: None, Mesh(dp=2)) for item in (iris, digits, iris)

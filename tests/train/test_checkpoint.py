@@ -10,8 +10,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from nnmpi import Group, Layout, Worker
-from nnmpi.backend.array import Array
+from nnmpi import Layout, Worker
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import sha256
 from nnmpi.models import mlp
@@ -37,30 +36,30 @@ from tests.harness.slow import MORE_LAYOUTS
 from tests.parallel.test_model_state import equal
 
 
-def shared(group: Group, tmp_path: Path) -> Path:
+def shared(group, tmp_path):
     return Path(group.share(str(tmp_path)))
 
 
-def make_worker(group: Group, width: int = 5, optimizer: str = "adamw", seed: int = 0) -> Worker:
+def make_worker(group, width=5, optimizer="adamw", seed=0):
     model = mlp((7,), 3, (width,), "relu", 0.0).initialize(seed=seed, dtype="float64")
     return Worker(model, updates.build(optimizer, model.storage, lr=0.1), group)
 
 
-def arrays_of(worker: Worker) -> dict[str, Array]:
+def arrays_of(worker):
     return {**worker.model.state(), **worker.state()[1].to_dict(everywhere=True)}
 
 
-def save_state(saver: Saver, worker: Worker, step: int):
+def save_state(saver, worker, step):
     saver.save(worker, step, state_values(worker, RunState(step=step, samples=9)))
 
 
-def save_at(worker: Worker, folder: RunFolder, group: Group, step: int):
+def save_at(worker, folder, group, step):
     with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
         save_state(saver, worker, step)
         saver.wait()
 
 
-def fill(worker: Worker, value: float) -> dict[str, Array]:
+def fill(worker, value):
     """Give all arrays values that differ from one another, and return them."""
     for arrays in (worker.model.storage.data, *worker.optimizer.slots().values()):
         for array in arrays:
@@ -90,7 +89,7 @@ def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(group, tmp_
     """
     folder, alone = RunFolder(shared(group, tmp_path)), group.split(group.rank)
 
-    def everything(worker: Worker) -> list[dict[str, Array]]:
+    def everything(worker):
         return [item.to_dict(everywhere=True) for item in worker.state()]
 
     for step, layout in enumerate(LAYOUTS, 1):
@@ -139,7 +138,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
     folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
     left, real = [0], CheckpointWriter.write
 
-    def full(self: CheckpointWriter, name: str, array: Array):
+    def full(self, name, array):
         left[0] -= 1
         if left[0] < 0:
             raise OSError(28, "No space left on device")
@@ -210,10 +209,7 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group, tmp_p
                 raise OSError(28, "No space left on device")
 
     with Recorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
-        for step, ask in (
-            (4, saver.wait),
-            (5, lambda: save_state(saver, worker, 6)),
-        ):
+        for step, ask in ((4, saver.wait), (5, lambda: save_state(saver, worker, 6))):
             save_state(saver, worker, step)
             assert f"no checkpoint of step {step} can be written" in told_on_all(
                 group, ask, CheckpointError
@@ -254,11 +250,11 @@ def test_a_resumed_run_reads_its_checkpoint_once(group, tmp_path, monkeypatch):
     main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
     verified, read, real_get = [], [], TensorFile.__getitem__
 
-    def count(file: Path) -> str:
+    def count(file):
         verified.append(file.name) if file.parent.name == "step-00000002" else None
         return sha256(file)
 
-    def get(self: TensorFile, name: str) -> Array:
+    def get(self, name):
         read.append((self.file.name, name))
         return real_get(self, name)
 

@@ -33,7 +33,7 @@ class Content:
     state: Mapping[str, Any]
 
 
-def save(folder: Path, content: Content, keep: int) -> Path:
+def save(folder, content, keep):
     """Write a checkpoint as a run does."""
     draft = CheckpointWriter(folder, content.state["step"])
     try:
@@ -47,12 +47,12 @@ def save(folder: Path, content: Content, keep: int) -> Path:
         draft.discard()
 
 
-def make(step: int, value: float = 0.0) -> Content:
+def make(step, value=0.0):
     weights = {"w": np.full((2, 3), value, dtype=np.float32)}
     return Content(weights, {"m/w": weights["w"] + 1}, {"step": step, "epoch": 2, "third": 1 / 3})
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(item.name for item in folder.iterdir())
 
 
@@ -80,7 +80,6 @@ def test_an_older_step_saved_again_removes_the_future(tmp_path):
     save(tmp_path, make(2, 9.0), keep=5)
     assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
     result = load_checkpoint(tmp_path)
-    assert result is not None
     assert result.model["w"][0, 0] == 9
 
 
@@ -104,13 +103,12 @@ def test_a_crash_while_saving_leaves_a_whole_checkpoint(tmp_path, monkeypatch, s
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, make(2, 2.0), keep=1)
     result = load_checkpoint(tmp_path)
-    assert result is not None
     assert (result.values["step"], result.model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
     save(tmp_path, make(2, 3.0), keep=1)
     assert names(tmp_path) == ["latest", "step-00000002"]
 
 
-def _crash(*_: object):
+def _crash(*_):
     raise KeyboardInterrupt
 
 
@@ -121,7 +119,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     left = room_bytes
 
     class Disk(FileIO):
-        def write(self, content) -> int:
+        def write(self, content):
             nonlocal left
             left -= len(content)
             if left < 0:
@@ -135,11 +133,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
-def cut(file: Path):
+def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def flip(file: Path):
+def flip(file):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
@@ -155,7 +153,6 @@ def test_damage_is_found_and_an_older_checkpoint_taken(tmp_path, name, damage, t
     newest = save(tmp_path, make(2), keep=3)
     damage(newest / name)
     result = load_checkpoint(tmp_path)
-    assert result is not None
     assert (result.values["step"], result.folder.name) == (1, "step-00000001")
     assert len(result.notices) == 1
     assert str(newest / name) in result.notices[0]
@@ -170,14 +167,11 @@ def test_a_damaged_state_is_found(tmp_path, content):
     refuses(CheckpointError, "no checkpoint in .* is complete", load_checkpoint, tmp_path)
 
 
-def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
-    tmp_path,
-):
+def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp_path):
     save(tmp_path, make(1), keep=3)
     file = save(tmp_path, make(2), keep=3) / "state.json"
     file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
     result = load_checkpoint(tmp_path)
-    assert result is not None
     assert result.values["step"] == 1
     assert "state.json is damaged: its SHA-256" in result.notices[0]
 
@@ -197,5 +191,4 @@ def test_without_a_usable_latest_the_newest_is_taken(tmp_path, latest):
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
     result = load_checkpoint(tmp_path)
-    assert result is not None
     assert result.values["step"] == 2

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from os import EX_DATAERR
-from pathlib import Path
 
 import pytest
 
@@ -141,7 +140,7 @@ def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path, number):
     assert read_checkpoint(latest.parent / latest.read_text().strip()).values["step"] > 1
 
 
-def interrupted(run: Path, number: signal.Signals) -> Path:
+def interrupted(run, number):
     """Train until the launcher gets the signal, and return where the name of the last checkpoint is
     to be.
     """

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from nnmpi.train.computing import choose_computing, multiplications
 from nnmpi.train.config import Config
 
 
-def threads() -> set[int]:
+def threads():
     """Return how many threads each BLAS has."""
     return {
         item["num_threads"]
@@ -65,13 +63,13 @@ IRIS = [
 MNIST = ["--model", "cnn", "--batch-size", "64", "--epochs", "1"]
 
 
-def samples(count: int, *shape: int, tokens: bool = False) -> Dataset:
+def samples(count, *shape, tokens=False):
     """Return as many samples of nothing, of ten classes."""
     x = np.broadcast_to(np.zeros((), np.int64 if tokens else np.float32), (count, *shape))
     return Dataset("nothing", x, np.zeros((count, *shape) if tokens else count, np.int64), 10)
 
 
-def work(words: list[str], train: Dataset) -> float:
+def work(words, train):
     """Return how much the run of a command multiplies."""
     config = parse(words)
     return multiplications(
@@ -112,14 +110,7 @@ ON_HOST = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays"
         ([*MNIST, "--max-steps", "1", "--jit"], "1.0", "on", ""),
     ],
 )
-def test_when_numbas_kernels_compute(
-    group,
-    monkeypatch,
-    words,
-    version,
-    chosen,
-    said,
-):
+def test_when_numbas_kernels_compute(group, monkeypatch, words, version, chosen, said):
     """Where it is installed and the run is long enough, or where it is asked for."""
     monkeypatch.setattr(computing, "installed_numba", lambda: version)
     monkeypatch.setattr(computing, "_loads", lambda: True)
@@ -150,7 +141,7 @@ def test_one_rank_without_numba_is_enough(group, monkeypatch, name, has, lacks):
     assert ("pip install" in result) == (name == "installed_numba")
 
 
-def weights(folder: Path) -> list[Any]:
+def weights(folder):
     """Return the hashes of a run's weights, and whether it has used numba's kernels."""
     ended, saved = (
         json.loads((folder / name).read_text()) for name in ("finished.json", "config.json")

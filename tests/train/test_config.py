@@ -78,9 +78,7 @@ WRONG = {
         ),
         ({"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
     ],
-    NumericsConfig: [
-        ({"clip": 0.0}, "--clip is 0.0"),
-    ],
+    NumericsConfig: [({"clip": 0.0}, "--clip is 0.0")],
     ParallelConfig: [
         ({"microbatches": 0}, "--microbatches is 0"),
         ({"dp": 0}, "--dp is 0"),

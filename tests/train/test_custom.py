@@ -111,7 +111,7 @@ def student(tmp_path, monkeypatch):
     Path("own.py").write_text(OWN)
 
 
-def run(words: str, ranks: int) -> list[float]:
+def run(words, ranks):
     """Return the losses of a short run."""
     folder = Path(f"run{len(list(Path().iterdir()))}")
     words = (
@@ -204,7 +204,7 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(command, train
     names = "sepal_length_cm,sepal_width_cm,petal_length_cm,petal_width_cm"
     (trained.parent / "rows.csv").write_text(f"{names}\n5,3,1,0\n")
 
-    def use(*trust: str):
+    def use(*trust):
         words = [
             str(trained),
             *([str(trained.parent / "rows.csv")] if command == "predict" else []),

@@ -34,7 +34,7 @@ def test_the_host_has_nothing_to_say(group, monkeypatch):
 class _FullDevice:
     """A library whose every error means that the device has no room."""
 
-    def explain(self, error: BaseException) -> DeviceError:
+    def explain(self, error):
         return DeviceError(f"the device has no room for more ({error}); {REMEDY}")
 
 

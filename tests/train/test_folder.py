@@ -79,7 +79,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path):
-    def killed(file: Path, content: bytes, root: Path | None = None):
+    def killed(file, content, root=None):
         file.write_bytes(content[:3])
         os._exit(9)
 
@@ -113,7 +113,7 @@ def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
     files.write_text(tmp_path / "link", "first")
     assert (tmp_path / "link").is_symlink()
 
-    def full(file: Path, content: bytes, root: Path | None = None):
+    def full(file, content, root=None):
         file.write_bytes(content[:3])
         raise OSError("No space left on device")
 

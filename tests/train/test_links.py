@@ -90,7 +90,7 @@ def test_a_folder_that_vanishes_meanwhile_is_no_link(tmp_path, monkeypatch):
     assert not checkpoint.exists()
 
 
-def write_checkpoint(run: Path):
+def write_checkpoint(run):
     CheckpointWriter(run / "checkpoints", 1, run).begin()
 
 

@@ -30,7 +30,7 @@ def test_a_closed_stream_is_survived():
     class Closed(io.StringIO):
         calls = 0
 
-        def write(self, text: str) -> int:
+        def write(self, text):
             Closed.calls += 1
             raise BrokenPipeError
 
@@ -53,7 +53,7 @@ def test_percent():
     assert percent(0.98056) == "98.06 %"
 
 
-def shell(command: str, end: str = "") -> tuple[int, str]:
+def shell(command, end=""):
     program = (
         "from nnmpi.base.command import Console; c = Console(False); c.say('a');"
         " c.say('b' * 99999); c.say('c')"

@@ -5,8 +5,6 @@ resume.
 import json
 import resource
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +16,11 @@ from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from tests.harness.refusals import refuses
 
 
-def train(step: int) -> dict[str, Any]:
+def train(step):
     return {"kind": "train", "global_step": step, "loss": 1 / step}
 
 
-def write(file: Path, *records: dict[str, Any]):
+def write(file, *records):
     with MetricsRecorder(RunFolder(file.parent)) as recorder:
         for record in records:
             recorder.write(record)
@@ -30,7 +28,7 @@ def write(file: Path, *records: dict[str, Any]):
         recorder.sync()
 
 
-def steps(file: Path) -> list[int]:
+def steps(file):
     return [item["global_step"] for item in read_metrics(file)]
 
 

@@ -3,21 +3,11 @@
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import (
-    DataParallel,
-    Group,
-    Layout,
-    ShardedDataParallel,
-    arrange,
-    resume,
-    save,
-    simulate,
-)
+from nnmpi import DataParallel, Layout, ShardedDataParallel, arrange, resume, save, simulate
 from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.data import Loader, load
 from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding
@@ -27,7 +17,7 @@ from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter,
 from tests.harness.refusals import refuses, usage_error
 
 
-def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
+def make(group, seed):
     train, _ = load("iris")
     model = Sequential(Linear(4, 8), BatchNorm(8), ReLU(), Dropout(0.5), Linear(8, 3)).initialize(
         seed=seed
@@ -146,10 +136,10 @@ def test_state_of_another_optimizer_is_refused(group, tmp_path):
 def test_the_rate_and_the_losses_behind_it_are_restored(group, tmp_path):
     folder = group.share(str(tmp_path / "checkpoints"))
 
-    def run(first: int, stop: int, objects: bool = True) -> list[float]:
+    def run(first, stop, objects=True):
         model, optimizer, _ = make(group, 0)
         plateau = ReduceOnPlateau(0.1, patience=1)
-        loop, rates = (model, optimizer, group), list[float]()
+        loop, rates = (model, optimizer, group), []
         if first:
             resume(folder, loop, plateau=plateau)
         for _ in range(first, stop):
@@ -182,7 +172,7 @@ LAYOUTS = Layout(), Layout(tp=2), Layout(zero=3, unit_bytes=1)
 def test_a_loop_by_hand_goes_on_in_another_layout(tmp_path, before, after):
     x, y = np.random.default_rng(0).standard_normal((4, 4)), np.arange(4) % 3
 
-    def run(group: Group, layout: Layout, seed: int, stop: int = 4) -> list[float]:
+    def run(group, layout, seed, stop=4):
         built = Sequential(Linear(4, 8), ReLU(), Linear(8, 3))
         built.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW}
         where = arrange(built, group, layout, sample=x, dtype="float64")

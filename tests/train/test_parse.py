@@ -241,10 +241,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path):
         ),
         ("--zero 1 --allreduce ps", "--zero 1 cannot be combined with --allreduce ps: "),
         ("--reduction fixed --allreduce ring", "--reduction fixed cannot be combined with --all"),
-        (
-            "--pp 2 --pipeline pipedream --clip 1",
-            "--clip 1.0 cannot be combined with --pipeline",
-        ),
+        ("--pp 2 --pipeline pipedream --clip 1", "--clip 1.0 cannot be combined with --pipeline"),
         ("--expert-parallel", "--expert-parallel needs a mixture; give --experts"),
         ("--optimizer muon --sync asp", "--optimizer muon updates whole matrices, but the server"),
         ("--model gpt --loss mse", "--loss is not for --model gpt, whose samples"),

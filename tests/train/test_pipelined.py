@@ -3,19 +3,16 @@
 import gzip
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import nnmpi.train.loop as training
-from nnmpi import Group
 from nnmpi.base.command import Console
 from nnmpi.train.config import assemble
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import arrows, breaches, names, spans
 
-Train = Callable[..., tuple[Path, list[str]]]
 pytestmark = pytest.mark.mpi
 
 
@@ -26,7 +23,7 @@ def train(group, tmp_path_factory):
     """
     base = Path(group.share(str(tmp_path_factory.mktemp("runs"))))
 
-    def run(**options) -> tuple[Path, list[str]]:
+    def run(**options):
         text = io.StringIO()
         values = {
             "out": str(base / f"run{len(list(base.iterdir()))}"),
@@ -44,7 +41,7 @@ def train(group, tmp_path_factory):
     return run
 
 
-def everywhere(group: Group, right: bool):
+def everywhere(group, right):
     assert all(group.gather(bool(right)))
 
 

@@ -2,17 +2,15 @@
 that nobody broke, whatever else was read from the loader.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi import DataParallel, Group, ShardedDataParallel, Worker, resume, save, simulate
 from nnmpi.base.errors import DivergenceError, UsageError
-from nnmpi.data import Batch, Dataset, Loader
+from nnmpi.data import Dataset, Loader
 from nnmpi.nn import BatchNorm, Dropout, Linear, Sequential, Tanh, training
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam
@@ -59,7 +57,7 @@ class Loop:
     def whole(self):
         return self.worker or (self.model, self.optimizer, self.group)
 
-    def step(self, batch: Batch):
+    def step(self, batch):
         if (batch.epoch, batch.number) == self.failing:
             self.failing = None
             raise DivergenceError("once")
@@ -81,7 +79,7 @@ class Loop:
             for batch in self.loader:
                 self.model(batch.x)
 
-    def end(self) -> list[bytes]:
+    def end(self):
         if self.kind == "zero 3":
             self.parallel.gather_model()
         else:
@@ -89,7 +87,7 @@ class Loop:
         return [value.tobytes() for value in self.model.state().values()]
 
 
-def one_by_one(loop: Loop) -> Iterator[Batch]:
+def one_by_one(loop):
     while loop.loader.place[0] < EPOCHS:
         yield from loop.loader
 
@@ -97,7 +95,7 @@ def one_by_one(loop: Loop) -> Iterator[Batch]:
 ORDER = [(epoch, number) for epoch in range(EPOCHS) for number in range(BATCHES)]
 
 
-def until(loop: Loop, batches, at: tuple[int, int] | None, before: Callable[[], object] = int):
+def until(loop, batches, at, before=int):
     """Train until an update; return the batches, which are not closed while somebody has them."""
     for batch in batches:
         before()
@@ -107,7 +105,7 @@ def until(loop: Loop, batches, at: tuple[int, int] | None, before: Callable[[], 
     return batches
 
 
-def evaluate_before_each_step(loop: Loop, at: tuple[int, int]):
+def evaluate_before_each_step(loop, at):
     def look():
         loop.evaluate()
         next(iter(loop.loader))
@@ -117,7 +115,7 @@ def evaluate_before_each_step(loop: Loop, at: tuple[int, int]):
     return batches
 
 
-def keep_iterators(loop: Loop, at: tuple[int, int]):
+def keep_iterators(loop, at):
     kept = [iter(loop.loader), loop.loader.epoch(0)]
 
     def look():
@@ -128,14 +126,14 @@ def keep_iterators(loop: Loop, at: tuple[int, int]):
     until(loop, one_by_one(loop), at, look)
 
 
-def fail(loop: Loop, at: tuple[int, int]):
+def fail(loop, at):
     loop.failing = ORDER[ORDER.index(at) + 1]
     with pytest.raises(DivergenceError) as caught:
         until(loop, one_by_one(loop), None)
     return caught
 
 
-def parts_of_epochs(loop: Loop, at: tuple[int, int]):
+def parts_of_epochs(loop, at):
     while at not in loop.trained:
         part = until(loop, islice(loop.loader, 2), at)
     return part
@@ -240,7 +238,7 @@ def test_two_loaders_at_once(group, tmp_path, by_hand):
     """Of other lengths: the longer one goes on where it was, as in a resumed run."""
     kind = "DataParallel" if by_hand else "Worker"
 
-    def run(seed: int, rounds: int, stop: int | None = None) -> list[Any]:
+    def run(seed, rounds, stop=None):
         loop = Loop(group, kind, seed)
         pair = {"loader": loop.loader, "other": Loader(DATA, 8, group, seed=1)}
         if seed:
@@ -256,7 +254,7 @@ def test_two_loaders_at_once(group, tmp_path, by_hand):
                     break
         return loop.end()
 
-    folder, read = group.share(str(tmp_path)), list[tuple[int, ...]]()
+    folder, read = group.share(str(tmp_path)), []
     whole = run(0, 4)
     expected, read = read, []
     assert [row[:2] for row in expected] == ORDER[: len(expected)]
@@ -340,7 +338,7 @@ def test_an_evaluation_within_an_epoch_reads_all_batches(group, kind):
     """Beside the training's loop, and after it was left; those that had updates get no more."""
     loop = Loop(group, kind)
 
-    def look() -> list[int]:
+    def look():
         return [batch.number for batch in loop.loader]
 
     for batch in loop.loader:

@@ -1,13 +1,8 @@
 """--precision is refused where nothing computes in it."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from nnmpi.base.errors import UsageError
-
-Train = Callable[[str], Path]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ def data(tmp_path, monkeypatch):
     Path("sold.csv").write_text("\n".join(",".join(row[1:]) for row in table) + "\n")
 
 
-def run(words: str, ranks: int = 1, out: str = "run") -> list[dict[str, Any]]:
+def run(words, ranks=1, out="run"):
     """Return what a run records."""
     model = "" if "--model" in words else "--model mlp --hidden 6 4"
     on_ranks(train, [*f"{PLAIN} {model} {words}".split(), "--out", out], ranks)
@@ -145,10 +144,7 @@ def test_what_was_trained_is_used(capfd):
             "iris has classes, but --loss mse predicts numbers; give --loss cross-entropy",
         ),
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number"),
-        (
-            "--dataset one.npz",
-            "y is float64; .*; to predict numbers, give --loss mse",
-        ),
+        ("--dataset one.npz", "y is float64; .*; to predict numbers, give --loss mse"),
         (
             "--dataset houses.csv --target price",
             "is not a whole number; to predict numbers, give --loss mse",
@@ -194,7 +190,7 @@ def test_a_worker_knows_losses_by_name():
     """As the command does; another name is refused."""
     sets = nnmpi.data.Dataset("sums", X, SUMS.astype(np.float32), 0)
 
-    def learn(group: nnmpi.Group, loss: str) -> float:
+    def learn(group, loss):
         model = nnmpi.models.mlp((5,), 1, hidden=[4]).initialize(dtype="float64")
         worker = work(model, group, loss=loss)
         loader = nnmpi.data.Loader(sets, 50, group, shuffle=False, dtype="float64")
@@ -263,9 +259,7 @@ def test_large_targets_are_learned_and_reported_in_their_units(loss, capfd):
     np.testing.assert_array_equal([[float(x) for x in row.split(",")] for row in rows], found)
 
 
-def test_targets_as_they_are_and_models_without_a_last_layer(
-    capfd,
-):
+def test_targets_as_they_are_and_models_without_a_last_layer(capfd):
     """Not normalized on request; an export that cannot have the data's units says so."""
     np.savez("large.npz", x=X, y=(500 + 200 * SUMS).astype(np.float32))
     assert run("--dataset large.npz --loss mse --no-normalize", out="plain")[-1]["r2"] < 0

@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi import Group
 from nnmpi.base.errors import CommError, LayoutError, UsageError
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.compose.trainer import Progress
 from nnmpi.data import Loader, load
 from nnmpi.models import mlp
 from nnmpi.train.cli import main, read_options
@@ -24,7 +22,7 @@ from tests.worker_options import work
 pytestmark = pytest.mark.mpi
 
 
-def shared(group: Group, tmp_path: Path) -> Path:
+def shared(group, tmp_path):
     return Path(group.share(str(tmp_path)))
 
 
@@ -78,7 +76,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(group, number):
     loader = Loader(load("iris")[0], 1, group)
     done = []
 
-    def note(item: Progress):
+    def note(item):
         done.append(item.batch)
         if item.batch == 5 and group.rank == group.size - 1:
             os.kill(os.getpid(), number)

@@ -8,8 +8,6 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +37,7 @@ TIMES = (
 OF_THE_PROCESS = (*TIMES, "time")  # not of what was computed
 
 
-def without_times(run: Path) -> list[dict[str, Any]]:
+def without_times(run):
     records = read_metrics(run / "metrics.jsonl")
     return [
         {
@@ -51,17 +49,17 @@ def without_times(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_end(one: Path, other: Path):
+def assert_same_end(one, other):
     assert arrays(one) == arrays(other)
     assert without_times(one) == without_times(other)
 
 
-def simulated(words: str, ranks: int):
+def simulated(words, ranks):
     """Run the command on simulated ranks, in this process: what a checkpoint holds is the same."""
     on_ranks(main, f"--backend numpy {words}", ranks)
 
 
-def assert_near(one: Path, other: Path, *names: str):
+def assert_near(one, other, *names):
     """Compare the last checkpoints' files, whose sums were taken in other orders."""
     for name in names:
         ours, theirs = (
@@ -85,7 +83,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path):
         begin = f"{words} --out {broken}" if attempt == 0 else f"--resume {broken}"
         wanted_lines = lines(broken / "metrics.jsonl") + moments.randrange(1, 30)
 
-        def kill(pause_s: float = moments.random() / 50):
+        pause = moments.random() / 50
+
+        def kill(pause_s=pause):
             time.sleep(pause_s)
             send(signal.SIGKILL, str(broken))
 

@@ -2,9 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +18,6 @@ from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 from tests.harness.refusals import data_error, refuses, usage_error
 from tests.train.jobs import arrays
-
-Train = Callable[[str], Path]
 
 # Other programs read these.
 TRAIN_KEYS = [
@@ -58,12 +53,12 @@ EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "elapsed_s", "r
 EVAL_KEYS += ["samples_per_second", "steps_per_second"]
 
 
-def same(one: Path, other: Path) -> bool:
+def same(one, other):
     """Whether two runs have the same weights."""
     return arrays(one)[0] == arrays(other)[0]
 
 
-def rates(run: Path) -> list[float]:
+def rates(run):
     return [
         item["learning_rate"]
         for item in read_metrics(run / "metrics.jsonl")
@@ -365,7 +360,7 @@ def test_a_model_without_memory_is_one_sentence(train, monkeypatch, tmp_path):
 
 
 def test_small_sets_converted_once_give_the_same_bits(train, monkeypatch):
-    def seen() -> tuple[Any, list[float]]:
+    def seen():
         folder = RunFolder(train("--epochs 3"))
         losses = [item["loss"] for item in read_metrics(folder.metrics)]
         return read_json(folder.finished)["weights_sha256"], losses
@@ -422,7 +417,7 @@ def test_divergence_keeps_earlier_checkpoints(train, tmp_path):
     ids=["length", "a feature", "a label"],
 )
 def test_a_run_does_not_go_on_with_other_data(train, group, tmp_path, change, says):
-    def write(rows: float = 100, feature: float = 0.0, label: float = 0):
+    def write(rows=100, feature=0.0, label=0):
         x, y = np.arange(2.0 * rows).reshape(-1, 2), np.arange(rows, dtype=int) % 2
         x[0, 0], y[0] = feature, label
         np.savez(tmp_path / "changed.npz", x=x, y=y)

@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 
 
-def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: float = 1.0) -> Path:
+def simulated(folder, words, ranks, seed=0, cpu_factor=1.0):
     """Train on simulated ranks in this process; return the run's folder."""
     run = (
         folder / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
@@ -60,9 +60,9 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
 
 def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(tmp_path, monkeypatch):
     """Degrees that are left open are checked when the number of ranks gives them."""
-    checked, check = Counter[str](), Layout.__post_init__
+    checked, check = Counter(), Layout.__post_init__
 
-    def counted(layout: Layout):
+    def counted(layout):
         checked[threading.current_thread().name] += 1
         check(layout)
 
@@ -315,7 +315,6 @@ def test_a_signal_ends_it_with_a_checkpoint(number, tmp_path):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # it may be ignored here
     ) as job:
-        assert job.stdout is not None
         while "epoch 1/" not in job.stdout.readline():
             pass
         job.send_signal(number)

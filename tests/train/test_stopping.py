@@ -1,7 +1,6 @@
 """A training that ends before its last step, by its evaluations or by a function of its user."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +29,12 @@ def after(record):
 """
 
 
-def start(words: str, ranks: int = 1) -> dict[str, Any]:
+def start(words, ranks=1):
     simulate(lambda group: main(words.split(), group), ranks)
     return dict(read_json(Path("run/finished.json")))
 
 
-def patient(patience: int, gain: float) -> int:
+def patient(patience, gain):
     """Return the step after which the evaluations of the finished run had to stop it."""
     best, best_step = -1.0, 0
     for record in read_metrics(Path("run/metrics.jsonl")):
@@ -110,7 +109,7 @@ def test_progress_stops_a_worker_on_all_ranks(group, left, raises):
     batches = loader.batches_per_epoch
     first = 3 if left is None else batches - left
 
-    def progress(item: object) -> str:
+    def progress(item):
         if group.rank == group.size - 1 and getattr(item, "batch", 0) >= first:
             if raises:
                 raise StopTraining

@@ -5,7 +5,6 @@ cannot be kept.
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def run(tmp_path, group):
     return out
 
 
-def rewrite(run: Path, **changes):
+def rewrite(run, **changes):
     """Change values of state.json, and let its checksum be right."""
     file = run / "checkpoints" / "step-00000002" / "state.json"
     state = json.loads(file.read_text()) | changes
@@ -40,12 +39,12 @@ def rewrite(run: Path, **changes):
     file.write_text(json.dumps({**state, "sha256": digest(state)}))
 
 
-def into_file(checkpoints: Path):
+def into_file(checkpoints):
     checkpoints.rename(checkpoints.with_name("away"))
     checkpoints.write_text("")
 
 
-def into_link(checkpoints: Path):
+def into_link(checkpoints):
     checkpoints.rename(checkpoints.with_name("away"))
     checkpoints.symlink_to("nowhere")
 
@@ -61,11 +60,7 @@ def into_link(checkpoints: Path):
     ],
 )
 def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
-    run,
-    group,
-    monkeypatch,
-    damage,
-    words,
+    run, group, monkeypatch, damage, words
 ):
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
@@ -121,7 +116,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_damaged(run, monkeypatch, grou
     main(f"--resume {run} --max-steps 4".split(), group)
     newest = run / "checkpoints" / "step-00000004"
 
-    def refuse(file: Path) -> str:
+    def refuse(file):
         if file.parent == newest:
             raise PermissionError(13, "Permission denied")
         return sha256(file)
@@ -139,17 +134,17 @@ OLDER = "; an older checkpoint is used instead, step-00000003"
 OTHER = r"has other weights than the run had at its end, says .*finished.json"
 
 
-def cut(newest: Path):
+def cut(newest):
     file = newest / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
 
 
-def flip(newest: Path):
+def flip(newest):
     file = newest / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
-def exchange(newest: Path):
+def exchange(newest):
     """Let other weights be right by themselves."""
     shutil.copytree(newest.with_name("step-00000003"), newest, dirs_exist_ok=True)
 

@@ -2,17 +2,12 @@
 odd sizes.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from nnmpi.base.errors import UsageError
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.train.jobs import arrays
-
-Train = Callable[[str], Path]
 
 BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
 

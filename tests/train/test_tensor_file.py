@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import read_json, sha256
 from nnmpi.parallel.model_state import ArraySpec
@@ -33,7 +32,7 @@ ARRAYS = {
 }
 
 
-def write(folder: Path, arrays: dict[str, Array]) -> Path:
+def write(folder, arrays):
     """Return the only file of arrays of a new checkpoint."""
     writer = CheckpointWriter(folder, 1)
     writer.begin()
@@ -43,7 +42,7 @@ def write(folder: Path, arrays: dict[str, Array]) -> Path:
     return folder / writer.finish({}, keep=1) / "file"
 
 
-def assert_same(found: dict[str, Array], expected: dict[str, Array]):
+def assert_same(found, expected):
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name

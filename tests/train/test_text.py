@@ -5,7 +5,6 @@ bits, and what is refused.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,23 +39,23 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(words: str, name: str, ranks: int = 1) -> Path:
+def run(words, name, ranks=1):
     """Train on simulated ranks; return the run's folder."""
     on_ranks(main, [*words.split(), "--out", name], ranks)
     return Path(name)
 
 
-def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+def records(folder, *kinds):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [item for item in map(json.loads, lines) if item["kind"] in kinds]
 
 
-def weights(folder: Path) -> dict[str, Any]:
+def weights(folder):
     last = max((folder / "checkpoints").glob("step-*"))
     return {name: x for file in last.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-def check_equal(found: Path, expected: Path):
+def check_equal(found, expected):
     for first, other in zip(records(found, *KINDS), records(expected, *KINDS), strict=True):
         for key in ("loss", "accuracy", "grad_norm", "perplexity"):
             assert first.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, first)

@@ -4,12 +4,10 @@ all ranks raise.
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nnmpi import Group, NnmpiError
+from nnmpi import NnmpiError
 from nnmpi.base.errors import CommError
 from nnmpi.base.timeline import Timeline
 from nnmpi.train.trace import write_trace
@@ -23,15 +21,15 @@ class Clock:
     look.
     """
 
-    def __init__(self, ahead_s: float):
+    def __init__(self, ahead_s):
         self.now_s = 1000.0 + ahead_s
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now_s += 1e-6
         return self.now_s
 
 
-def around_a_ring(group: Group, ahead_s: float) -> Timeline:
+def around_a_ring(group, ahead_s):
     """Return what a rank does that computes for one second, sends to the right, and takes from the
     left.
     """
@@ -44,7 +42,7 @@ def around_a_ring(group: Group, ahead_s: float) -> Timeline:
     return timeline
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path):
     content = path.read_bytes()
     return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
@@ -65,7 +63,7 @@ def test_all_ranks_are_in_one_file(group, tmp_path, name, monkeypatch):
     assert group.share(wrong) == []
 
 
-def _faults(trace: dict[str, Any], size: int) -> list[str]:
+def _faults(trace, size):
     wrong = breaches(trace)
     titles = {(rank, 0): f"rank {rank}: d0 p{rank} t0" for rank in range(size)}
     wrong += [] if names(trace, "process_name") == titles else ["names"]
@@ -80,7 +78,7 @@ def _faults(trace: dict[str, Any], size: int) -> list[str]:
     return wrong
 
 
-def raised(group: Group, path: Path, timeline: Timeline) -> list[str]:
+def raised(group, path, timeline):
     """Return what each rank raises."""
     text = "nothing"
     try:

@@ -16,7 +16,7 @@ class CompileError(Exception):
 
 
 @cache
-def library() -> ctypes.CDLL:
+def library():
     """Return the compiler's library, or skip the test where it is not installed."""
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL:
     pytest.skip("CUDA's run-time compiler is not installed: nvidia-cuda-nvrtc")
 
 
-def compiled(source: str, name: str, options: tuple[str, ...], form: str) -> tuple[bytes, str]:
+def compiled(source, name, options, form):
     """Return a compiled program, as "CUBIN" or "PTX", and what the compiler said.
 
     Raises:
@@ -53,7 +53,7 @@ def compiled(source: str, name: str, options: tuple[str, ...], form: str) -> tup
         _call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
-def _text(program: ctypes.c_void_p, function: str) -> bytes:
+def _text(program, function):
     size = ctypes.c_size_t()
     _call(f"{function}Size", program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
@@ -61,7 +61,7 @@ def _text(program: ctypes.c_void_p, function: str) -> bytes:
     return text.raw
 
 
-def _call(function: str, *args: object):
+def _call(function, *args):
     code = getattr(library(), function)(*args)
     if code:
         raise CompileError(f"{function} gives {code}")

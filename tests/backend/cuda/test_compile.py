@@ -30,13 +30,7 @@ PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
 PAIRS += [("copy", "float32", "bfloat16"), ("copy", "float64", "float16")]
 PAIRS += [
     (family, dtype, "float32")
-    for family in (
-        "copy",
-        "depthwise",
-        "softmax",
-        "norm",
-        "embedding",
-    )
+    for family in ("copy", "depthwise", "softmax", "norm", "embedding")
     for dtype in ("float16", "bfloat16")
 ]
 

@@ -7,15 +7,13 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi import Tensor, jit, use_precision
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda import cudnn as module
-from nnmpi.backend.cuda.cudnn import Cudnn, cudnn_of
+from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.kernels import DeviceKernels
 from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import DeviceError
@@ -47,12 +45,12 @@ def double(backend, monkeypatch):
     cudnn_of.cache_clear()
 
 
-def drawn(backend: Backend, *shape: int, dtype=FLOAT32):
+def drawn(backend, *shape, dtype=FLOAT32):
     """Return small whole numbers on the device."""
     return backend.asarray(RNG.integers(-2, 3, shape).astype(dtype))
 
 
-def operations(backend: Backend) -> Cudnn:
+def operations(backend):
     """Return cuDNN's operations."""
     result = cudnn_of(backend.xp)
     assert result is not None
@@ -62,7 +60,7 @@ def operations(backend: Backend) -> Cudnn:
 # ---- convolution
 
 
-def convolved(backend: Backend, dtype, function=conv2d) -> list[Any]:
+def convolved(backend, dtype, function=conv2d):
     """Return a convolution's result and gradients in host memory, always of the same arrays."""
     rng = np.random.default_rng(0)
     shapes = ((2, 6, 5, 4), (3, 3, 4, 4), (4,))
@@ -148,7 +146,7 @@ def test_the_weights_gradient_is_kept_in_float32(backend, double):
 def test_what_cudnn_is_not_asked_for(backend, double):
     """float64, arrays without elements, products of pixels, and everything without kernels."""
 
-    def run(*shape: int, kernel: int = 3, dtype=FLOAT32):
+    def run(*shape, kernel=3, dtype=FLOAT32):
         x, weight = (
             drawn(backend, *shape, dtype=dtype),
             drawn(backend, kernel, kernel, 3, 2, dtype=dtype),
@@ -218,7 +216,7 @@ def test_in_a_graph(backend, double):
 class Kernels(DeviceKernels):
     """The kernels of a device, whose softmax the double's functions compute."""
 
-    def _softmax(self, name: str, scale: float, causal: bool, *arrays):
+    def _softmax(self, name, scale, causal, *arrays):
         xp, shape = self.xp, arrays[0].shape
         shown = shape[3] - shape[2] if causal else shape[3]
         hidden = ~xp.tri(*shape[2:], shown, dtype=bool)
@@ -232,7 +230,7 @@ class Kernels(DeviceKernels):
             arrays[2][...] = (scale * p * (grad - inner)).astype(arrays[2].dtype)
 
 
-def attended(q, k, v, grad, causal: bool) -> list[Any]:
+def attended(q, k, v, grad, causal):
     """Return attention and its gradients in float64, by NumPy."""
     q, k, v, grad = (x.astype(np.float64) for x in (q, k, v, grad))
     scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
@@ -249,20 +247,12 @@ def attended(q, k, v, grad, causal: bool) -> list[Any]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("queries, keys", [(7, 7), (5, 9), (1, 1)])
 @pytest.mark.parametrize("refused", [(), ("sdpa",), ("sdpa_backward",)], ids=str)
-def test_attention(
-    backend,
-    double,
-    queries,
-    keys,
-    causal,
-    dtype,
-    refused,
-):
+def test_attention(backend, double, queries, keys, causal, dtype, refused):
     """Also of packed heads, of later queries, and where cuDNN has a plan for one way alone."""
     heads, features, kernels = 3, 8, Kernels(backend.xp)
     double.REFUSED.update(refused)
 
-    def place(time: int, packed: bool):
+    def place(time, packed):
         """Heads beside one another, as a projection's part, or each alone."""
         if not packed:
             return backend.zeros((2, heads, time, features), dtype)
@@ -282,7 +272,7 @@ def test_attention(
         for ours, value in zip((y, *targets), right, strict=True):
             error = np.abs(backend.to_host(ours).astype(np.float64) - value).max()
             assert error <= (3e-2 if dtype == BFLOAT16 else 4e-3) * max(1.0, np.abs(value).max())
-    expected = set[str]() if "sdpa" in refused else {"sdpa", "sdpa_backward"} - {*refused}
+    expected = set() if "sdpa" in refused else {"sdpa", "sdpa_backward"} - {*refused}
     assert set(double.EXECUTED) == expected
 
 
@@ -290,7 +280,7 @@ def test_attention_that_cudnn_does_not_compute(backend, double):
     """Other features, float32, a gradient that is one number in many places, a single token."""
     xp, kernels = backend.xp, Kernels(backend.xp)
 
-    def run(dtype, features: int, queries: int = 4, keep: bool = True):
+    def run(dtype, features, queries=4, keep=True):
         q, k, v = (
             backend.asarray(RNG.uniform(-1, 1, (1, 2, time, features)).astype(dtype))
             for time in (queries, 4, 4)
@@ -320,7 +310,7 @@ def test_why_there_is_none(backend, double, monkeypatch):
     """The frontend may lack, or the library behind it."""
     assert module.describe() == "cuDNN 9.19.0"
 
-    def lacking() -> int:
+    def lacking():
         raise RuntimeError("Unable to find symbol cudnnGetVersion")
 
     monkeypatch.setattr(double, "backend_version", lacking)
@@ -373,7 +363,7 @@ def test_the_double_notices(backend, double):
     """Memory that is gone or too small, an address between, another stream, and a wrong form."""
     xp, kind = backend.xp, double.data_type.FLOAT
 
-    def graph(size: int, results: int) -> tuple[Any, list[Any]]:
+    def graph(size, results):
         handle = double.create_handle()
         made = double.pygraph(
             io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind, handle=handle
@@ -398,7 +388,7 @@ def test_the_double_notices(backend, double):
     made, tensors = graph(6, 6)
     x, kernels, y, room = (xp.zeros(size, FLOAT32) for size in (6 * 6 * 3 + 1, 54, 72, 250))
 
-    def execute(x: int, workspace: int = room.data.ptr, stream: int = 0):
+    def execute(x, workspace=room.data.ptr, stream=0):
         handle = double.create_handle()
         double.set_stream(handle, stream)
         places = dict(zip(tensors, (x, kernels.data.ptr, y.data.ptr), strict=True))

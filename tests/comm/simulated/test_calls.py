@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi import Group, simulate, use_precision
+from nnmpi import simulate, use_precision
 from nnmpi.backend import kernels as lookup
 from nnmpi.backend import precision as precisions
 from nnmpi.backend.precision import precision
@@ -24,7 +24,7 @@ MACHINE = Machine.uniform(LATENCY_S, BYTE_S)
 def test_values_of_all_calls(size, cpu_factor):
     """Every call on one communicator, for several seeds."""
 
-    def main(group: Group):
+    def main(group):
         comm, rank = group.comm, group.rank
         counts = [1 + item % 3 for item in range(size)]
         values, triangle = np.arange(sum(counts), dtype=np.int64), size * (size - 1) // 2
@@ -63,7 +63,7 @@ def test_values_of_all_calls(size, cpu_factor):
 def test_messages_with_one_tag_do_not_overtake_one_another(length, cpu_factor):
     """Short ones and long ones, in turns with another tag."""
 
-    def main(group: Group) -> list[int]:
+    def main(group):
         comm = group.comm
         numbers = range(12)
         if group.rank == 0:
@@ -91,7 +91,7 @@ def test_messages_with_one_tag_do_not_overtake_one_another(length, cpu_factor):
 def test_seeds_give_other_orders_and_the_same_seed_the_same():
     """Who of several senders is seen first is drawn; the same seed draws the same."""
 
-    def main(group: Group) -> list[int]:
+    def main(group):
         comm = group.comm
         if group.rank:
             comm.wait_all([comm.isend(np.zeros(1), 0, 0)])
@@ -99,7 +99,7 @@ def test_seeds_give_other_orders_and_the_same_seed_the_same():
         waiting = {rank: comm.irecv(np.zeros(1), rank, 0) for rank in range(1, group.size)}
         order = []
 
-        def look() -> bool:
+        def look():
             order.extend(
                 rank
                 for rank in list(waiting)
@@ -124,7 +124,7 @@ def test_times_are_the_machines():
     share.
     """
 
-    def ring(group: Group) -> float:
+    def ring(group):
         comm = group.comm
         clock.sleep(0.5 * (group.rank == 1))
         out, into = np.zeros(10**5), np.zeros(10**5)
@@ -140,7 +140,7 @@ def test_times_are_the_machines():
     assert result == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
     shared = Machine(Link.line(0.0, 0.0), Link.line(LATENCY_S, BYTE_S), nodes=(0, 0, 1, 1))
 
-    def across(group: Group):
+    def across(group):
         buffer = np.zeros(10**5)
         comm = group.comm
         comm.wait_all(
@@ -160,7 +160,7 @@ def test_times_are_the_machines():
 def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor):
     """And a rank that has waited in vain may do so again; who waits for ever is still found."""
 
-    def main(group: Group) -> list[bool]:
+    def main(group):
         comm, buffer = group.comm, np.zeros(1)
         if group.rank == 0:
             clock.sleep(10.0)
@@ -182,7 +182,7 @@ def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor):
 def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag():
     """They travel one behind the other."""
 
-    def main(group: Group) -> float:
+    def main(group):
         comm, arrays = group.comm, [np.zeros(10**5), np.zeros(1)]
         if group.rank == 0:
             comm.wait_all([comm.isend(array, 1, 0) for array in arrays])
@@ -201,7 +201,7 @@ def test_nobody_has_a_message_before_it_has_arrived():
     more.
     """
 
-    def main(group: Group) -> float:
+    def main(group):
         comm, buffer = group.comm, np.zeros(100)
         if group.rank == 0:
             comm.wait_all([comm.isend(buffer, 1, 0)])
@@ -219,14 +219,14 @@ def test_nobody_has_a_message_before_it_has_arrived():
 def test_who_takes_one_message_at_each_look_is_asked_again():
     """Although nothing has come since: there is more to be found."""
 
-    def main(group: Group) -> int:
+    def main(group):
         comm, count = group.comm, 200
         if group.rank == 0:
             comm.wait_all([comm.isend(np.zeros(1), 1, number) for number in range(count)])
             return 0
         waiting = [comm.irecv(np.zeros(1), 0, number) for number in range(count)]
 
-        def look() -> bool:
+        def look():
             if comm.test_all(waiting[-1:]):
                 waiting.pop()
             return not waiting
@@ -241,7 +241,7 @@ def test_who_takes_one_message_at_each_look_is_asked_again():
 def test_computing_takes_its_processor_time():
     """Times a factor; without one it takes none."""
 
-    def main(group: Group) -> float:
+    def main(group):
         total = 0
         for number in range(10**5 * 4**group.rank):  # far apart, as a busy machine makes one slower
             total += number
@@ -257,7 +257,7 @@ def test_groups_of_nodes():
     """Ranks are on nodes by the machine's table; those of one node share memory."""
     machine = Machine(Link.line(0, 0), nodes=(0, 1, 0, 1, 1))
 
-    def main(group: Group) -> tuple[int, list[int]]:
+    def main(group):
         node = group.comm.split_by_node(-group.rank)
         pages = node.share_pages(group.rank)
         pages.parts[node.rank][...] = group.rank
@@ -290,7 +290,7 @@ def test_ranks_compute_as_who_simulates_them_does():
     take.
     """
 
-    def settings(group: Group) -> tuple[bool | None, str]:
+    def settings(group):
         return lookup.setting(), precision()
 
     assert simulate(settings, 2) == [(None, "float32")] * 2
@@ -310,7 +310,7 @@ def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups, each)
     across, inside = Link.line(5e-5, 8e-10), Link.line(1e-6, 1e-10)
     machine = Machine(inside, across, nodes=tuple(rank // groups for rank in range(size)))
 
-    def main(group: Group) -> float:
+    def main(group):
         comm = group.comm.split(group.rank % groups, group.rank)
         group.comm.barrier()
         begin_s = clock.now()
@@ -328,7 +328,7 @@ def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups, each)
 def test_a_native_sum_within_a_node_waits_for_no_link():
     machine = Machine(MACHINE.inside, MACHINE.inside, nodes=(0, 0, 1, 1))
 
-    def main(group: Group) -> float:
+    def main(group):
         comm = group.comm.split(group.rank // 2, group.rank)
         group.comm.barrier()
         begin_s = clock.now()

@@ -3,31 +3,28 @@ none hangs.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import Group, simulate
+from nnmpi import simulate
 from nnmpi.base.errors import CommError
 from nnmpi.comm.simulated import scheduler
 from nnmpi.schedule.lower import add_transfers, fuse
-from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
+from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, parts
 from nnmpi.schedule.schedules import make
 
 LONG = 100_000  # bytes: more than what leaves at once
 HERE = Path(__file__).name
 
 
-Fault = Callable[[Any], object]
 SHORT, LENGTHS = 4, r"rank 0 sends \d+ bytes .* rank 1 receives into a buffer of \d+ "
 DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in "
 
 
-def two(first: Fault | None, second: Fault | None) -> Fault:
+def two(first, second):
     """Return what ranks 0 and 1 start, each for itself, and wait for."""
 
     def fault(comm):
@@ -37,11 +34,11 @@ def two(first: Fault | None, second: Fault | None) -> Fault:
     return fault
 
 
-def send(length: int = SHORT, tag: int = 7) -> Fault:
+def send(length=SHORT, tag=7):
     return lambda comm: comm.isend(np.zeros(length), 1, tag)
 
 
-def receive(length: int = SHORT, tag: int = 7, source: int = 0) -> Fault:
+def receive(length=SHORT, tag=7, source=0):
     return lambda comm: comm.irecv(np.zeros(length), source, tag)
 
 
@@ -109,7 +106,7 @@ def other_counts(comm):
     comm.allgatherv(np.zeros(counts[comm.rank]), np.zeros(sum(counts)), counts)
 
 
-def around(sends_first: bool, length: int) -> Fault:
+def around(sends_first, length):
     """Return what waits in a circle: each rank for the other end of its first message."""
 
     def fault(comm):
@@ -254,7 +251,7 @@ def test_a_mistake_is_named(fault, monkeypatch):
 def test_what_fails_when_all_have_come_ends_the_simulation(waits):
     """Even where no rank waits for it any more: then nobody else would end."""
 
-    def main(group: Group):
+    def main(group):
         request = group.comm.ireduce_scatter(np.zeros(6), np.zeros(3), [2, 2, 2])
         group.comm.wait_all([request] if waits else [])
 
@@ -263,7 +260,7 @@ def test_what_fails_when_all_have_come_ends_the_simulation(waits):
 
 
 def test_a_deadlock_says_in_which_step_of_training_each_rank_is():
-    def main(group: Group):
+    def main(group):
         group.comm.world.step = 40 + group.rank
         if group.rank:
             group.barrier()
@@ -280,7 +277,7 @@ def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks):
     """
     alone = add_transfers(make("1f1b", ranks, 2 * ranks))
 
-    def play(schedule: Schedule, group: Group):
+    def play(schedule, group):
         data = np.zeros(LONG)
         for item in schedule.programs[group.rank]:
             requests = []
@@ -307,7 +304,7 @@ def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks):
 def test_what_a_rank_raises_comes_out_with_its_rank():
     """With its own traceback, while the others are broken off where they wait."""
 
-    def main(group: Group):
+    def main(group):
         if group.rank == 2:
             raise ValueError("boom")
         group.barrier()

@@ -21,7 +21,6 @@ import os
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,12 +49,12 @@ def load():
         cupy.cuda.set_allocator(None)
 
 
-def enqueued() -> int:
+def enqueued():
     """Return how many kernels, products, copies and fills have been put into streams so far."""
     return ctypes.CDLL(None).device_enqueued()
 
 
-def _argsort(driver: Any, dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]):
+def _argsort(driver, dtype, places, data, keys, shape):
     """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the
     values too.
     """

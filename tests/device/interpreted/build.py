@@ -29,7 +29,7 @@ DRIVER, PRODUCTS, UNUSED = "libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13
 JUMP = 13  # bytes of code
 
 
-def build(runtime: Path, cublas: Path) -> Path:
+def build(runtime, cublas):
     """Return the folder of the libraries for CuPy's two modules; of several processes one builds,
     and others wait.
     """
@@ -46,7 +46,7 @@ def build(runtime: Path, cublas: Path) -> Path:
     return folder
 
 
-def _build(folder: Path, runtime: Path, cublas: Path):
+def _build(folder, runtime, cublas):
     (folder / "hooks.cpp").write_text(_hooks(runtime))
     (folder / "lacking.cpp").write_text(_lacking(cublas))
     (folder / "versions").write_text(f"{PRODUCTS} {{ global: *; }};")
@@ -85,7 +85,7 @@ def _build(folder: Path, runtime: Path, cublas: Path):
         subprocess.run(command, check=True)
 
 
-def _hooks(runtime: Path) -> str:
+def _hooks(runtime):
     """Return the table of the functions of the run-time library that CuPy's module has in it, and
     what they become.
     """
@@ -108,7 +108,7 @@ def _hooks(runtime: Path) -> str:
     return "\n".join(code)
 
 
-def _lacking(cublas: Path) -> str:
+def _lacking(cublas):
     """Return functions that fail, for all of cuBLAS that CuPy's module wants and that is not
     here.
     """

@@ -7,8 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,9 +43,7 @@ const count = (selector) => document.querySelectorAll(selector).length;
 """
 
 
-def look(
-    page: str, script: str, folder: Path, width: str = "desk", dark: bool = False
-) -> dict[str, Any]:
+def look(page, script, folder, width="desk", dark=False):
     """Return what a script returns in a page, with how wide the page is, its background, and the
     errors in it.
 
@@ -95,7 +91,7 @@ def look(
     return result
 
 
-def _start(words: list[str], user: Path) -> str:
+def _start(words, user):
     """Return what the page told; nothing if Chromium was too slow, or died: on a busy machine it
     does.
     """

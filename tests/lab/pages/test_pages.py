@@ -216,10 +216,7 @@ def test_a_plans_film_is_its_price():
         f"{action[0]}{action[1]}": action[4] - action[3]
         for action in actions
         if action[4] > action[3]
-    } == {
-        "A0": 3.0,
-        "B0": 2.0,
-    }
+    } == {"A0": 3.0, "B0": 2.0}
     assert [action[2] for action in actions[:3]] == ["K  ", "O- ", "=K "]
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ SETTINGS = {"ranks": "4", "microbatches": "8", "network": "alpha_us=10,gbit=10"}
 pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(300)]
 
 
-def show(tmp_path: Path, kind: str, program: str, **settings: str) -> dict[str, Any]:
+def show(tmp_path, kind, program, **settings):
     """Return what the page shows of a program, by a Python that has nothing but itself."""
     code = (
         "import sys\n"
@@ -153,7 +152,7 @@ def test_a_reader_runs_programs_in_chromium(tmp_path):
     assert "bubble            60.0 %" in grid
 
 
-def answered(file: Path, user: Path):
+def answered(file, user):
     """Return what `SCRIPT` returns on the page, which is written to `file`; it tells a server."""
     answers = queue.Queue()
 
@@ -163,7 +162,7 @@ def answered(file: Path, user: Path):
             self.send_response(204)
             self.end_headers()
 
-        def log_message(self, *args: object):
+        def log_message(self, *args):
             """Say nothing."""
 
     blocks = "".join(

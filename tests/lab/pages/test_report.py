@@ -17,17 +17,7 @@ from tests.lab.pages.browser import look
 # Chromium may be slow
 pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 WORKER = {"worker": 0, "steps": 3, "mean": 1.0, "max": 2, "histogram": [[0, 1], [1, 1], [2, 1]]}
-COMMAND = [
-    "nnmpi",
-    "train",
-    "--model",
-    "mlp",
-    "--hidden",
-    "3",
-    "4",
-    "--config",
-    "lr.toml",
-]
+COMMAND = ["nnmpi", "train", "--model", "mlp", "--hidden", "3", "4", "--config", "lr.toml"]
 FACTS = [["layout", "dp 2, 2 ranks on 1 node (here)"], ["data", "iris"], ["all-reduce", "ring"]]
 
 
@@ -261,10 +251,9 @@ def test_the_page_shows_them(run, tmp_path, width, dark):
         "Memory of rank 0: at most 4 KiB",
         "Loss",
     } <= set(headings)
-    assert {
-        "Staleness: 1 on average, at most 2",
-        "Options that differ from their defaults",
-    } <= {*headings}
+    assert {"Staleness: 1 on average, at most 2", "Options that differ from their defaults"} <= {
+        *headings
+    }
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows
     assert "compute3 ms, 60 %" in rows and "optimizer3 KiB" in rows and "--lr0.25" in rows
     assert charts == 3 and fills == 5

@@ -2,14 +2,10 @@
 share.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import numpy as np
 
-from nnmpi import Group, Tensor, no_grad, optim
-from nnmpi.backend.array import Array
-from nnmpi.nn import Module, Sharding, training
+from nnmpi import Tensor, no_grad, optim
+from nnmpi.nn import training
 from nnmpi.ops import cross_entropy
 from nnmpi.parallel.tensor import shard
 
@@ -17,7 +13,7 @@ STEPS = 2
 TOLERANCES = {"float64": 1e-11, "float32": 2e-4}
 
 
-def images(rows: int, shape: tuple[int, ...], dtype: str, classes: int = 3) -> tuple[Array, Array]:
+def images(rows, shape, dtype, classes=3):
     """Return inputs and labels, the same on all ranks."""
     generator = np.random.default_rng(7)
     return generator.standard_normal((rows, *shape)).astype(dtype), generator.integers(
@@ -25,9 +21,7 @@ def images(rows: int, shape: tuple[int, ...], dtype: str, classes: int = 3) -> t
     )
 
 
-def train(
-    model: Module, x: Array, y: Array, loss: Callable[..., Tensor] = cross_entropy, lr: float = 0.1
-) -> tuple[list[float], list[dict[str, Array]], dict[str, Array], Array]:
+def train(model, x, y, loss=cross_entropy, lr=0.1):
     """Return losses and gradients of each step, the state after the last, and an evaluation's
     result.
     """
@@ -48,7 +42,7 @@ def train(
     return losses, gradients, values, result
 
 
-def regions(model: Module) -> dict[str, Any]:
+def regions(model):
     """Return the region of every parameter and buffer."""
     return {
         name: entry.region for name, entry in [*model.named_parameters(), *model.named_buffers()]
@@ -56,15 +50,8 @@ def regions(model: Module) -> dict[str, Any]:
 
 
 def check_equal(
-    group: Group,
-    build: Callable[[], Module],
-    shape: tuple[int, ...],
-    dtype: str = "float64",
-    table: Mapping[str, Sharding] | None = None,
-    rows: int = 5,
-    sample: tuple[int, ...] | None = None,
-    sharded_at_least: int = 1,
-) -> Module:
+    group, build, shape, dtype="float64", table=None, rows=5, sample=None, sharded_at_least=1
+):
     """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded
     one.
 
@@ -93,11 +80,11 @@ def check_equal(
     return ours
 
 
-def differences(whole, ours, where: Mapping[str, Any], tolerance: float, exact: bool) -> list[str]:
+def differences(whole, ours, where, tolerance, exact):
     """Return what is not as in the whole model's run."""
     result = []
 
-    def compare(what: str, expected, actual):
+    def compare(what, expected, actual):
         expected, actual = np.asarray(expected), np.asarray(actual)
         if expected.shape != actual.shape:
             result.append(f"{what} has shape {actual.shape}, not {expected.shape}")
@@ -108,7 +95,7 @@ def differences(whole, ours, where: Mapping[str, Any], tolerance: float, exact: 
         ):
             result.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
 
-    def part(name: str, array: Array) -> Array:
+    def part(name, array):
         return array if where[name] is None else where[name].take(array)
 
     compare("the losses", whole[0], ours[0])
@@ -121,7 +108,7 @@ def differences(whole, ours, where: Mapping[str, Any], tolerance: float, exact: 
     return result
 
 
-def check_same_bits(group: Group, model: Module):
+def check_same_bits(group, model):
     """Fail on all ranks unless what is not cut has the same bits on all ranks."""
     where = regions(model)
     local = {

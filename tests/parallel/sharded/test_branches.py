@@ -1,11 +1,9 @@
 """Branches dealt to ranks: the serial run's losses, gradients and weights, or a sentence."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
-from nnmpi import Tensor, nn
+from nnmpi import nn
 from nnmpi.base.errors import LayoutError, ShapeError
 from nnmpi.nn import Module, Sharding
 from nnmpi.parallel.tensor import shard
@@ -26,13 +24,13 @@ class Halves(Module):
         self.before = nn.Linear(5, 5)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return the logits."""
         x = self.before(x)
         return self.head(self.parts((x[:, :3], x[:, 3:])))
 
 
-def tower(wide: int, out: int) -> Module:
+def tower(wide, out):
     """Return a tower that has all that differs between training and evaluation."""
     conv = nn.Conv2d(2, wide, 3, padding=1)
     return nn.Sequential(
@@ -45,7 +43,7 @@ def tower(wide: int, out: int) -> Module:
     )
 
 
-def weighted(results: Sequence[Tensor]) -> Tensor:
+def weighted(results):
     """Return the branches' results, each with a weight of its own."""
     return results[0] * 0.5 + results[1] * results[2]
 
@@ -120,11 +118,7 @@ def test_refused_on_ranks(group):
     linear, two = nn.Linear(2, 2), nn.Branches(nn.Linear(2, 2), nn.Linear(2, 2))
     cases = [
         (nn.Branches(linear, *[nn.Sequential(linear)] * 2), {"0": BRANCHES}, "share a parameter"),
-        (
-            two,
-            {"0": BRANCHES, "0.branches.1": Sharding.COLUMN},
-            "'0.branches.1' is in a branch",
-        ),
+        (two, {"0": BRANCHES, "0.branches.1": Sharding.COLUMN}, "'0.branches.1' is in a branch"),
         (two, {"0": Sharding.COLUMN}, "choose Sharding.BRANCHES"),
         (linear, {"0": BRANCHES}, "has no branches"),
     ]

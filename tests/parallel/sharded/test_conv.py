@@ -3,14 +3,14 @@
 import pytest
 
 from nnmpi import nn
-from nnmpi.nn import Module, Sharding
+from nnmpi.nn import Sharding
 from tests.parallel.sharded.compare import check_equal
 
 C, R, H, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.REPLICATED
 SHAPE = (7, 6, 2)
 
 
-def small_cnn() -> Module:
+def small_cnn():
     """Return the convolutional network on few channels, with odd sizes."""
     return nn.Sequential(
         nn.Conv2d(2, 5, 3, padding=1),

@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi import Tensor, nn
 from nnmpi.base.errors import ShapeError
-from nnmpi.nn import Module, Sharding, training
+from nnmpi.nn import Sharding, training
 from nnmpi.ops import cross_entropy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder
 from nnmpi.parallel.tensor import shard
@@ -47,7 +47,7 @@ def test_convolutions(group, options):
 def test_groups(group, groups):
     """Groups are dealt out whole; a depthwise convolution needs no exchange."""
 
-    def build() -> Module:
+    def build():
         return nn.Sequential(
             nn.Conv2d(2, 24, 1),
             nn.Conv2d(24, 24, 3, padding=1, groups=groups),
@@ -105,7 +105,7 @@ def test_groups(group, groups):
 def test_on_channels_and_rows(group, sharding, layers):
     """Whatever lies before it, each layer does what it does on the whole."""
 
-    def build() -> Module:
+    def build():
         return nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), *layers())
 
     table = {"0": sharding, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": sharding}
@@ -143,7 +143,7 @@ def test_dropout_drops_what_the_whole_layer_drops(group, placement):
 def test_embedding(group, sharding):
     """Entries or features are cut; an index that comes twice gets both gradients."""
 
-    def build() -> Module:
+    def build():
         return nn.Sequential(
             nn.Embedding(11, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Flatten(), nn.Linear(12, 3)
         )
@@ -153,7 +153,7 @@ def test_embedding(group, sharding):
     shard(ours, group, {"0": sharding, "2": C, "4": R}, sample=(3,))
     ours.initialize(seed=3, dtype="float64")
 
-    def run(model: Module):
+    def run(model):
         return train(model, x, y, cross_entropy)
 
     problems = differences(

@@ -2,17 +2,14 @@
 refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import nnmpi
-from nnmpi import Group, Tensor
-from nnmpi.backend.array import Array
+from nnmpi import Tensor
 from nnmpi.base.errors import LayoutError
 from nnmpi.ops.collectives import PartExchange, scatter
 from nnmpi.tensor import Function, gather_shards
@@ -48,7 +45,7 @@ REFUSED = {
 
 # (name, operation, shapes of its inputs): what takes parts, cut along some axis, beside the rows of
 # the table.
-TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
+TAKEN = [
     ("heads apart", lambda x: x.reshape(2, 3, 2, -1).transpose(0, 2, 1, 3), [(2, 3, 8)]),
     ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
     ("columns of a product", lambda x: Tensor(np.ones((3, 2))) @ x, [(2, 4)]),
@@ -60,12 +57,12 @@ TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
 ]
 
 
-def part_of(x: Tensor, placement: Placement, group: Group) -> Tensor:
+def part_of(x, placement, group):
     """Return this rank's part of a tensor, as one that says so."""
     return mark(scatter(x, group, placement), Shard(placement, PartExchange(group), "made"))
 
 
-def placements(length: int, axis: int) -> Iterator[Placement]:
+def placements(length, axis):
     """Yield ways to share out an axis: by elements, by pairs, and in two repeats."""
     yield Placement(length, 1, 1, axis)
     if length and length % 2 == 0:
@@ -73,7 +70,7 @@ def placements(length: int, axis: int) -> Iterator[Placement]:
         yield Placement(length // 2, 1, 2, axis)
 
 
-def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
+def ways(inputs):
     """Yield by number the inputs that are cut, and how: each alone, and all of them along one axis
     of the last ones.
     """
@@ -88,9 +85,7 @@ def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
             yield dict(zip(there, way, strict=True))
 
 
-def run(
-    function: Callable[..., Any], inputs: Sequence[Array], cut: Callable[[int, Tensor], Tensor]
-) -> list[Any]:
+def run(function, inputs, cut):
     """Return an operation's result and the gradients of its inputs."""
     leaves = [Tensor(x, requires_grad=True) for x in inputs]
     y = gather_shards(function(*(cut(i, leaf) for i, leaf in enumerate(leaves))))
@@ -104,18 +99,18 @@ def run(
     ]
 
 
-def try_all(case: Case, ranks: int) -> int:
+def try_all(case, ranks):
     """Try a case with every way to cut its inputs; return how many were not refused.
 
     Fails where a result or a gradient is not the serial one, or another error than a refusal comes.
     """
     expected = run(case.function, case.inputs, lambda i, x: x)
 
-    def main(group: Group) -> list[bool]:
+    def main(group):
         done = []
         for way in ways(case.inputs):
 
-            def shard(i: int, x: Tensor, way=way) -> Tensor:
+            def shard(i, x, way=way):
                 return part_of(x, way[i], group) if i in way else x
 
             try:
@@ -163,10 +158,10 @@ def test_functions_that_say_nothing_are_refused():
     """A user's own Function takes whole tensors only, and says which layer left a part."""
 
     class Reverse(Function):
-        def forward(self, x: Array) -> Array:
+        def forward(self, x):
             return x[..., ::-1]
 
-        def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        def backward(self, grad):
             return (grad[..., ::-1],)
 
     assert try_all(Case(lambda x: Reverse()(x), [np.ones((2, 3))]), 2) == 0
@@ -182,7 +177,7 @@ def test_functions_that_say_nothing_are_refused():
 def test_nobody_sees_values_of_a_part():
     """Shapes are the whole tensor's; values, which differ from rank to rank, are not to be had."""
 
-    def main(group: Group):
+    def main(group):
         x = part_of(Tensor(np.arange(12.0).reshape(3, 4)), Placement(4, axis=1), group)
         assert (x.shape, x.size, len(x), x.ndim) == ((3, 4), 12, 3, 2)
         assert x.data.shape == (3, 2)

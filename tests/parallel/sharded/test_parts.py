@@ -2,14 +2,11 @@
 refused.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Group, Tensor, nn, ops
+from nnmpi import Tensor, nn, ops
 from nnmpi.base.errors import LayoutError
 from nnmpi.nn import Module, Parameter, Sharding, training
 from nnmpi.parallel.tensor import shard
@@ -21,13 +18,13 @@ C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED
 HEADS = {"attention.qkv": C, "attention.proj": R}
 
 
-def blocks(features: int, heads: int, count: int = 2, **options) -> Module:
+def blocks(features, heads, count=2, **options):
     """Return transformer blocks and a head."""
     made = [nn.TransformerBlock(features, heads, **options) for _ in range(count)]
     return nn.Sequential(*made, nn.Flatten(), nn.Linear(3 * features, 3))
 
 
-def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options):
+def everywhere(build, shape, **options):
     """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients,
     weights.
     """
@@ -69,7 +66,7 @@ def test_blocks_bring_their_table(group):
 class Own(Module):
     """A user's module: `compute` is its forward."""
 
-    def __init__(self, compute: Callable[[Any, Tensor], Any]):
+    def __init__(self, compute):
         self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 4)
         self.table = nn.Embedding(5, 4)
         self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.4)
@@ -78,17 +75,17 @@ class Own(Module):
         self.gain = Parameter((6,), nn.Constant(0.7))
         self.compute = compute
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Return what `compute` makes of x: (batch, 3, 4)."""
         return self.compute(self, x)
 
 
-def mean_of_parts(m, x: Tensor) -> Tensor:
+def mean_of_parts(m, x):
     """Return a part: the module's result is made whole."""
     return m.wide(x).mean(1)
 
 
-def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
+def own(compute):
     """Return what builds a model with such a module."""
     features = 6 if compute is mean_of_parts else 12
     return lambda: nn.Sequential(
@@ -96,7 +93,7 @@ def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
     )
 
 
-def sqrt_of_width(m, x: Tensor) -> Tensor:
+def sqrt_of_width(m, x):
     """Divide by what the shape says: that of the whole."""
     y = m.wide(x)
     y = y / float(y.shape[-1]) ** 0.5
@@ -130,10 +127,7 @@ def test_equal(name):
 
 REFUSED = {
     "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax .* layer '1.wide'"),
-    "layer norm": (
-        lambda m, x: m.narrow(m.norm(m.wide(x))),
-        "LayerNorm averages over whole rows",
-    ),
+    "layer norm": (lambda m, x: m.narrow(m.norm(m.wide(x))), "LayerNorm averages over whole rows"),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
     "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* splits"),
     "a slice": (lambda m, x: m.wide(x)[..., :4], "not whole groups"),
@@ -157,7 +151,7 @@ def test_refused(name, ranks):
     """What it may not do: one sentence that names the operation, the layer and what would work."""
     compute, words = REFUSED[name]
 
-    def main(group: Group):
+    def main(group):
         model = own(compute)()
         shard(model, group, {**TABLE, "1.mlp.0": C})
         model.initialize(seed=0, dtype="float64")
@@ -172,7 +166,7 @@ class Head(Module):
     def __init__(self):
         self.head = nn.Linear(4, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Return what the layer does."""
         return self.head(x)
 
@@ -182,7 +176,7 @@ def test_a_model_of_its_own():
     how to go on.
     """
 
-    def main(group: Group):
+    def main(group):
         model = Head()
         shard(model, group, {"head": C})
         model.initialize(seed=0, dtype="float64")
@@ -203,13 +197,13 @@ def test_a_model_of_its_own():
 def test_compiled_steps_refuse_too():
     """A step is refused when it is recorded; one that is not replays its exchanges."""
 
-    def main(group: Group):
+    def main(group):
         x, y = images(4, (3, 4), "float64")
         model = own(EQUAL["dropout"])()
         shard(model, group, TABLE)
         model.initialize(seed=0, dtype="float64")
 
-        def loss() -> Tensor:
+        def loss():
             model.zero_grad()
             value = ops.cross_entropy(model(x), y)
             value.backward()

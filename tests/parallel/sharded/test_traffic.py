@@ -6,7 +6,7 @@ import pytest
 
 from nnmpi import Tensor, nn
 from nnmpi.base import timeline
-from nnmpi.nn import Module, Sharding, training
+from nnmpi.nn import Sharding, training
 from nnmpi.ops import cross_entropy
 from nnmpi.ops.collectives import CATEGORY
 from nnmpi.parallel.tensor import shard
@@ -16,7 +16,7 @@ C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 SUM, GATHER, SCATTER, HALO = "all-reduce", "all-gather", "reduce-scatter", "halo"
 
 
-def count(model: Module, shape: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
+def count(model, shape):
     """Return how many exchanges of each kind a forward and a backward pass make on this rank."""
     x, y = images(3, shape, "float32")
     passes = []
@@ -30,7 +30,7 @@ def count(model: Module, shape: tuple[int, ...]) -> tuple[Counter[str], Counter[
     return passes[0], passes[1]
 
 
-def pairs() -> Module:
+def pairs():
     """Return two pairs of linear layers."""
     return nn.Sequential(
         nn.Linear(6, 8),
@@ -43,7 +43,7 @@ def pairs() -> Module:
     )
 
 
-def pictures() -> Module:
+def pictures():
     """Return a convolutional network."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -74,14 +74,7 @@ def pictures() -> Module:
         (pictures, (6, 6, 2), {"0": H, "3": H, "5": R}, {HALO: 3, SUM: 3}, {HALO: 2, SUM: 7}),
     ],
 )
-def test_exchanges(
-    group,
-    build,
-    shape,
-    table,
-    forward,
-    backward,
-):
+def test_exchanges(group, build, shape, table, forward, backward):
     """One all-reduce forward and one backward for each pair, and so on."""
     model = build()
     shard(model, group, table, sample=shape)

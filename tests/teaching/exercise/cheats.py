@@ -4,7 +4,6 @@ A text without `def` at its top is the body of the function; PACKAGE is where nn
 another's submission.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
@@ -48,7 +47,7 @@ class Cheat:
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def source(self) -> str:
+    def source(self):
         """The file."""
         exercise = EXERCISES[self.exercise]
         if "def " in self.text:
@@ -59,7 +58,7 @@ class Cheat:
         )
 
 
-def _ending() -> Iterator[Cheat]:
+def _ending():
     """Yield ways to end, or never to."""
     yield Cheat("ends with status 0", RING, "os._exit(0)", NO_VALUE)
     yield Cheat("ends while it is imported", RING, "import os\nos._exit(0)\ndef f(): ...", NO_VALUE)
@@ -106,7 +105,7 @@ def _ending() -> Iterator[Cheat]:
     yield Cheat("a recursion", RING, "return ring_all_reduce(rank, size)", "RecursionError")
 
 
-def _saying() -> Iterator[Cheat]:
+def _saying():
     """Yield what only says that it is right."""
     right = "ring-all-reduce: right on 1, 2, 3, 4, 5, 8 ranks"
     yield Cheat("prints that it is right", RING, f"print({right!r})\nreturn ()", UNPROVED)
@@ -153,7 +152,7 @@ def _saying() -> Iterator[Cheat]:
     )
 
 
-def _hostile() -> Iterator[Cheat]:
+def _hostile():
     """Yield values that are to harm who reads them."""
     step = "from nnmpi.comm.collective import Step\n"
     many = f"{step}return [Step(to=1 - rank, send=range(10**12))] if size == 2 else ()"
@@ -203,7 +202,7 @@ def _hostile() -> Iterator[Cheat]:
     yield Cheat("a function", ROW, "return lambda: 1", "must be numbers of shape")
 
 
-def _looking() -> Iterator[Cheat]:
+def _looking():
     """Yield what looks, or goes, where it may not."""
     ring = "from nnmpi.comm.algorithms.ring import ring as ring_all_reduce\ndef f(): ..."
     yield Cheat("imports nnmpi's own", RING, ring, NOT_THERE)
@@ -332,7 +331,7 @@ def _looking() -> Iterator[Cheat]:
     yield Cheat("asks for what is not lent", ROW, inside, "__class__ is not lent to the solution")
 
 
-def _wrong() -> Iterator[Cheat]:
+def _wrong():
     """Yield what gets round the exercise, and defects."""
     for exercise, text in (
         ("gathered-linear", "x[:] = 0\nreturn numpy.zeros((3, 5))"),

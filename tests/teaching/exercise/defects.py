@@ -21,7 +21,7 @@ DIFFERS, SHAPE = r"the result of rank \d.*is .*, but must be", r"the result of r
 SLOW = r"the result is right, but rank \d sends or receives \d+ bytes; the limit is \d+"
 
 
-def changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+def changed(function, change):
     """Return a function that hands on what `change` makes of the right result and the arguments."""
 
     @wraps(function)

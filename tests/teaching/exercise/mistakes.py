@@ -6,18 +6,16 @@ line-reduce    the right steps, but rank 1's last one is missing      "rank"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 from nnmpi.schedule.schedule import Kind
 from nnmpi.teaching.exercise.exercises import KINDS
 from tests.teaching.exercise import solutions
-from tests.teaching.exercise.defects import DEFECTS, Mistake, changed
+from tests.teaching.exercise.defects import DEFECTS, changed
 
 
-def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+def of_collective(name, right):
     """Yield mistakes in steps; the sentence names the number of ranks and a rank, most the step and
     the chunk.
     """
@@ -77,14 +75,10 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         changed(right, lambda steps, rank, size: None if rank == 2 else steps),
         r"\(2, \d+\) gives a NoneType; give a list of Step",
     )
-    yield (
-        "a number of rounds too many",
-        changed(right, lambda steps, *_: [*steps, *steps]),
-        named,
-    )
+    yield ("a number of rounds too many", changed(right, lambda steps, *_: [*steps, *steps]), named)
 
 
-def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+def of_cost(name, right):
     if name == "ring-tree-crossover":
         for factor in (2, 0.5, -1):
             yield (
@@ -119,7 +113,7 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield "no number", lambda *values: "cheap", "must give a number"
 
 
-def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+def of_schedule(name, right):
     named = r"with \d+ ranks and \d+ microbatches.*"
     without = changed(right, lambda program, rank, *_: program[:-1] if rank == 1 else program)
     yield "rank 1 forgets its last instruction", without, rf"{named} missing"
@@ -170,7 +164,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield "no second halves", whole, "W0 is missing"
 
 
-def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+def of_sharding(name, right):
     class Silent:
         """A group whose sums are left out."""
 
@@ -200,7 +194,7 @@ def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         )
 
 
-def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
+def of_staleness(name, right):
     wrong = {
         "ssp-rule": lambda steps, worker, bound: steps[worker] - min(steps) < bound,
         "gradient-staleness": changed(right, lambda found, events: [each + 1 for each in found]),
@@ -212,7 +206,7 @@ def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 OF_KIND = (of_collective, of_cost, of_sharding, of_schedule, of_staleness)
 
 
-def all_mistakes() -> Iterator[tuple[str, Mistake]]:
+def all_mistakes():
     """Yield (exercise, mistake)."""
     for make, exercises in zip(OF_KIND, KINDS.values(), strict=True):
         for each in exercises:

@@ -13,17 +13,17 @@ ARCHIVE = Path(__file__).with_name("solutions.sealed")
 WORD = b"who has solved it needs no archive"
 
 
-def _mixed(data: bytes) -> bytes:
+def _mixed(data):
     return bytes(a ^ b for a, b in zip(data, shake_256(WORD).digest(len(data)), strict=True))
 
 
-def seal(text: str):
+def seal(text):
     """Write the archive anew."""
     ARCHIVE.write_text(
         "\n".join([*wrap(b64encode(_mixed(compress(text.encode(), 9))).decode(), 100), ""])
     )
 
 
-def unseal() -> str:
+def unseal():
     """Return the text in the archive."""
     return decompress(_mixed(b64decode(ARCHIVE.read_text()))).decode()

@@ -2,7 +2,6 @@
 was given it.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,7 @@ ring_reduce_scatter, bruck_all_gather = ring.ring_reduce_scatter, bruck.bruck_al
 halving_doubling, neighbour_average = halving.halving_doubling, gossip.gossip
 
 
-def _cost(*key: str) -> Callable[..., float]:
+def _cost(*key):
     return lambda N, M, alpha, beta: np.dot(formulas(N)[key][:2], (alpha, M * beta))
 
 

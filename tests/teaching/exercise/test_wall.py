@@ -66,7 +66,7 @@ READS = {"read", "list", "processes"}  # for which Landlock is needed
 
 
 @cache
-def has_landlock() -> bool:
+def has_landlock():
     """Return whether this system has it."""
     return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
 

@@ -27,20 +27,20 @@ class Outcomes(unittest.TestResult):
         super().__init__()
         self.outcomes = {}
 
-    def startTest(self, test: unittest.TestCase):
+    def startTest(self, test):
         super().startTest(test)
         self.outcomes[test.id()] = "passed"
 
-    def addSkip(self, test: unittest.TestCase, reason: str):
+    def addSkip(self, test, reason):
         super().addSkip(test, reason)
         self.outcomes[test.id()] = "skipped"
 
-    def addError(self, test: unittest.TestCase, err: object):
+    def addError(self, test, err):
         self.outcomes[test.id()] = "failed"
 
     addFailure = addError
 
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: object):
+    def addSubTest(self, test, subtest, err):
         if err is not None:
             self.outcomes[test.id()] = "failed"
 

@@ -68,7 +68,7 @@ def suite(tmp_path_factory):
     return fetch(tmp_path_factory.mktemp("mpi4py"))
 
 
-def fetch(folder: Path) -> Path:
+def fetch(folder):
     """Take mpi4py's sources into a folder; return that of its tests, with `suite.py`."""
     # not ":all:", by which pip would compile Cython, too: two minutes where its cache is empty
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "mpi4py"]
@@ -87,7 +87,7 @@ def fetch(folder: Path) -> Path:
     return tests
 
 
-def outcomes(suite: Path, file: str) -> dict[str, str]:
+def outcomes(suite, file):
     """Return the outcome of each test of a file, on 3 simulated ranks."""
     command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "3", "suite.py", file]
     ending = subprocess.run(

@@ -693,7 +693,7 @@ def programs(tmp_path, monkeypatch):
         "counted = 0\ndef count(n):\n    global counted\n    counted += n * RANK\n"
     )
 
-    def write(text: str) -> str:
+    def write(text):
         Path("p.py").write_text(HEAD + dedent(text))
         return "p.py"
 
@@ -701,12 +701,7 @@ def programs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_mistake_is_named(
-    defect,
-    programs,
-    monkeypatch,
-    capsys,
-):
+def test_a_mistake_is_named(defect, programs, monkeypatch, capsys):
     monkeypatch.setattr(simrun, "PATIENCE_S", 0.1)
     monkeypatch.setattr(scheduler, "FRUITLESS_POLLS", 2000)
     text, kind, sentence = DEFECTS[defect]
@@ -821,7 +816,7 @@ def test_a_loop_with_a_time_limit_is_no_deadlock(programs, capsys):
     ],
 )
 def test_time_grows_as_lines_and_messages(text, programs):
-    def seconds(number: int) -> float:
+    def seconds(number):
         begin = time.process_time()
         main(["-n", "3", programs(dedent(text).format(number))])
         return time.process_time() - begin
@@ -832,12 +827,7 @@ def test_time_grows_as_lines_and_messages(text, programs):
 
 
 @pytest.mark.parametrize("body", ["pass", "print('x' * 1000)", "threading.Event().wait(2)"])
-def test_a_rank_without_end_is_named(
-    body,
-    programs,
-    monkeypatch,
-    capfd,
-):
+def test_a_rank_without_end_is_named(body, programs, monkeypatch, capfd):
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
     text = f"""\
@@ -893,8 +883,7 @@ def test_small_sends_that_need_buffers_are_found(programs):
 
 
 @pytest.mark.parametrize(
-    "text, status",
-    [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)],
+    "text, status", [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)]
 )
 def test_the_status_is_the_programs(text, status, programs):
     with pytest.raises(SystemExit) as ending:
@@ -930,7 +919,7 @@ def test_nnmpi_is_shared_where_its_folder_is_the_programs():
 
 def test_a_closed_pipe_ends_the_printing_alone():
     class Closed(io.StringIO):
-        def write(self, text: str) -> int:
+        def write(self, text):
             raise error
 
     error = BrokenPipeError()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,9 +27,9 @@ from cudnn._arithmetic import COMPUTE, result_shape
 ALIGNED = 16
 ROOM = 1000  # bytes of every plan's workspace
 
-REFUSED: set[str] = set()
-BUILT: list[pygraph] = []
-EXECUTED: deque[str] = deque(maxlen=1000)
+REFUSED = set()
+BUILT = []
+EXECUTED = deque(maxlen=1000)
 
 
 class cudnnGraphNotSupportedError(RuntimeError):
@@ -62,22 +61,22 @@ class Handle:
         self.stream = 0
 
 
-def backend_version() -> int:
+def backend_version():
     """Return cuDNN's version as a number."""
     return 91900
 
 
-def backend_version_string() -> str:
+def backend_version_string():
     """Return cuDNN's version."""
     return "9.19.0"
 
 
-def create_handle() -> Handle:
+def create_handle():
     """Return a new handle, on the null stream."""
     return Handle()
 
 
-def set_stream(handle: Handle, stream: int):
+def set_stream(handle, stream):
     """Let a handle work on a stream."""
     handle.stream = stream
 
@@ -85,7 +84,7 @@ def set_stream(handle: Handle, stream: int):
 class Tensor:
     """A tensor of a graph: no memory yet."""
 
-    def __init__(self, dim: Any, stride: Any, kind: data_type | None, uid: int):
+    def __init__(self, dim, stride, kind, uid):
         self.dim, self.stride, self.data_type, self.uid, self.is_output = (
             dim,
             stride,
@@ -94,27 +93,27 @@ class Tensor:
             False,
         )
 
-    def set_output(self, value: bool) -> Tensor:
+    def set_output(self, value):
         """Let the operation write it."""
         self.is_output = value
         return self
 
-    def set_dim(self, dim: list[int]) -> Tensor:
+    def set_dim(self, dim):
         """Set its shape."""
         self.dim = dim
         return self
 
-    def set_stride(self, stride: list[int]) -> Tensor:
+    def set_stride(self, stride):
         """Set its strides, in elements."""
         self.stride = stride
         return self
 
-    def set_data_type(self, dtype: data_type) -> Tensor:
+    def set_data_type(self, dtype):
         """Set its type."""
         self.data_type = dtype
         return self
 
-    def view(self, address: int) -> Any:
+    def view(self, address):
         """Return the memory at an address as an array of this form."""
         assert self.data_type is not None
         dtype = self.data_type.value
@@ -136,68 +135,59 @@ class pygraph:
 
     def __init__(
         self,
-        name: str = "test_graph",
-        io_data_type: data_type | None = None,
-        intermediate_data_type: data_type | None = None,
-        compute_data_type: data_type | None = None,
-        handle: Handle | None = None,
+        name="test_graph",
+        io_data_type=None,
+        intermediate_data_type=None,
+        compute_data_type=None,
+        handle=None,
     ):
         assert intermediate_data_type is compute_data_type is data_type.FLOAT
         assert handle is not None
-        self.io_data_type, self.notes, self.state = io_data_type, set[Any](), 0
-        self.tensors: list[Tensor] = []
+        self.io_data_type, self.notes, self.state = io_data_type, set(), 0
+        self.tensors = []
 
-    def tensor(self, dim: list[int], stride: list[int], data_type: data_type) -> Tensor:
+    def tensor(self, dim, stride, data_type):
         """Return a new tensor that the operation reads."""
         assert type(dim) is type(stride) is list
         self.tensors.append(Tensor(dim, stride, data_type, len(self.tensors)))
         return self.tensors[-1]
 
-    def _operation(self, name: str, results: int, given: dict[str, Any], **options: Any) -> Any:
+    def _operation(self, name, results, given, **options):
         self.name, self.given, self.options = name, given, options
         self.results = [
             Tensor(None, None, self.io_data_type, len(self.tensors) + i) for i in range(results)
         ]
         return self.results
 
-    def conv_fprop(
-        self, image: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any
-    ) -> Tensor:
+    def conv_fprop(self, image, weight, padding, stride, dilation):
         """Convolve."""
         return self._convolution("conv_fprop", (image, weight), padding, stride, dilation)
 
-    def conv_dgrad(
-        self, loss: Tensor, filter: Tensor, padding: Any, stride: Any, dilation: Any
-    ) -> Tensor:
+    def conv_dgrad(self, loss, filter, padding, stride, dilation):
         """Return the image's gradient."""
         return self._convolution("conv_dgrad", (loss, filter), padding, stride, dilation)
 
-    def conv_wgrad(
-        self, image: Tensor, loss: Tensor, padding: Any, stride: Any, dilation: Any
-    ) -> Tensor:
+    def conv_wgrad(self, image, loss, padding, stride, dilation):
         """Return the weight's gradient."""
         return self._convolution("conv_wgrad", (image, loss), padding, stride, dilation)
 
-    def _convolution(
-        self, name: str, given: tuple[Tensor, ...], padding: Any, stride: Any, dilation: Any
-    ) -> Tensor:
+    def _convolution(self, name, given, padding, stride, dilation):
         assert all(
             type(option) is list and len(option) == 2 for option in (padding, stride, dilation)
         )
         options = {"padding": padding, "stride": stride, "dilation": dilation}
-        result: Tensor = self._operation(name, 1, dict(zip("ab", given, strict=True)), **options)[0]
-        return result
+        return self._operation(name, 1, dict(zip("ab", given, strict=True)), **options)[0]
 
     def sdpa(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_scale: float,
-        generate_stats: bool,
-        diagonal_alignment: Any = diagonal_alignment.TOP_LEFT,
-        diagonal_band_right_bound: int | None = None,
-    ) -> list[Tensor | None]:
+        q,
+        k,
+        v,
+        attn_scale,
+        generate_stats,
+        diagonal_alignment=diagonal_alignment.TOP_LEFT,
+        diagonal_band_right_bound=None,
+    ):
         """Attend; the statistics are the logarithms of the sums of the rows' exponentials."""
         results = self._operation(
             "sdpa",
@@ -210,30 +200,29 @@ class pygraph:
 
     def sdpa_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        dO: Tensor,
-        stats: Tensor,
-        attn_scale: float,
-        diagonal_alignment: Any = diagonal_alignment.TOP_LEFT,
-        diagonal_band_right_bound: int | None = None,
-        use_deterministic_algorithm: bool = False,
-    ) -> list[Tensor]:
+        q,
+        k,
+        v,
+        o,
+        dO,
+        stats,
+        attn_scale,
+        diagonal_alignment=diagonal_alignment.TOP_LEFT,
+        diagonal_band_right_bound=None,
+        use_deterministic_algorithm=False,
+    ):
         """Return the gradients of q, k and v."""
         assert use_deterministic_algorithm
-        result: list[Tensor] = self._operation(
+        return self._operation(
             "sdpa_backward",
             3,
             {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats},
             attn_scale=attn_scale,
             shift=_shift(q, k, diagonal_alignment, diagonal_band_right_bound),
         )
-        return result
 
     # -------------------------------------------------------------- the steps of building
-    def _reach(self, state: int):
+    def _reach(self, state):
         """Go on from the step before."""
         assert self.state == state - 1, "the steps of building are out of order"
         self.state = state
@@ -256,18 +245,18 @@ class pygraph:
         """Give the graph to cuDNN."""
         self._reach(2)
 
-    def deselect_numeric_notes(self, notes: list[Any]) -> pygraph:
+    def deselect_numeric_notes(self, notes):
         """Leave out plans with one of the notes."""
         assert self.state < 3
         self.notes.update(notes)
         return self
 
-    def deselect_engines(self, engine_names: list[str]) -> pygraph:
+    def deselect_engines(self, engine_names):
         """Leave out plans by their engines' names; there is none of these here."""
         assert self.state < 3
         return self
 
-    def create_execution_plans(self, heuristics: list[Any]):
+    def create_execution_plans(self, heuristics):
         """Ask the heuristics for plans."""
         assert numerical_note.NONDETERMINISTIC in self.notes
         assert heuristics == [heur_mode.A, heur_mode.FALLBACK]
@@ -296,12 +285,12 @@ class pygraph:
         self._reach(5)
         BUILT.append(self)
 
-    def get_workspace_size(self) -> int:
+    def get_workspace_size(self):
         """Return the bytes of memory that a call needs."""
         return ROOM
 
     # -------------------------------------------------------------- a call
-    def execute(self, tensor_dict: dict[Tensor, int], workspace: int, handle: Handle):
+    def execute(self, tensor_dict, workspace, handle):
         """Compute."""
         assert self.state == 5, "the graph has not been built"
         if handle.stream != _streams.current().ptr:
@@ -328,7 +317,7 @@ class pygraph:
         _capture.submit(compute, workspace, *tensor_dict.values())
 
 
-def _wide(x: Any, exact: bool) -> Any:
+def _wide(x, exact):
     """Return an array as float32, with TF32's bits if it need not be exact."""
     if x.dtype != np.float32 or exact:
         return x.astype(np.float32)
@@ -336,11 +325,11 @@ def _wide(x: Any, exact: bool) -> Any:
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
 
 
-def _shift(q: Tensor, k: Tensor, side: Any, bound: int | None) -> int | None:
+def _shift(q, k, side, bound):
     """Return how many keys the first query sees besides the first; None if all see all."""
     if bound is None:
         return None
-    more: int = k.dim[2] - q.dim[2] if side is diagonal_alignment.BOTTOM_RIGHT else 0
+    more = k.dim[2] - q.dim[2] if side is diagonal_alignment.BOTTOM_RIGHT else 0
     if more < 0:
         raise cudnnGraphNotSupportedError("more queries than keys")
     return more + bound

@@ -2,17 +2,13 @@
 kw), heads (batch, heads, time, features).
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 Shape = tuple[int, ...]
 
 
-def result_shape(
-    name: str, given: dict[str, Shape], results: list[Shape], options: dict[str, Any]
-) -> list[Shape]:
+def result_shape(name, given, results, options):
     """Return the shapes of the results; those that a convolution's gradients have are checked
     against what they are gradients of.
     """
@@ -36,7 +32,7 @@ def result_shape(
     return [result] if out == expected else [(-1,)]
 
 
-def _windows(x: Any, kernel: Shape, out: Shape, options: dict[str, Any]) -> tuple[Any, Any]:
+def _windows(x, kernel, out, options):
     """Return images with a border, and their windows (n, c, out_h, out_w, kh, kw) in them."""
     (top, left), (down, across), (apart, beside) = options.values()
     padded = np.pad(x, ((0, 0), (0, 0), (top, top), (left, left)))
@@ -48,11 +44,11 @@ def _windows(x: Any, kernel: Shape, out: Shape, options: dict[str, Any]) -> tupl
     )
 
 
-def _grouped(x: Any, axis: int, groups: int) -> Any:
+def _grouped(x, axis, groups):
     return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
 
 
-def _fprop(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[Any]:
+def _fprop(places, options, a, b):
     groups = a.shape[1] // b.shape[1]
     _, seen = _windows(a, b.shape[2:], places[0].shape[2:], options)
     result = np.einsum(
@@ -61,7 +57,7 @@ def _fprop(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[A
     return [result.reshape(places[0].shape)]
 
 
-def _dgrad(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[Any]:
+def _dgrad(places, options, a, b):
     shape, (top, left) = places[0].shape, options["padding"]
     groups = shape[1] // b.shape[1]
     padded, seen = _windows(np.zeros(shape, a.dtype), b.shape[2:], a.shape[2:], options)
@@ -72,7 +68,7 @@ def _dgrad(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[A
     return [padded[:, :, top : top + shape[2], left : left + shape[3]]]
 
 
-def _wgrad(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[Any]:
+def _wgrad(places, options, a, b):
     shape = places[0].shape
     groups = a.shape[1] // shape[1]
     _, seen = _windows(a, shape[2:], b.shape[2:], options)
@@ -82,14 +78,14 @@ def _wgrad(places: list[Any], options: dict[str, Any], a: Any, b: Any) -> list[A
     return [result.reshape(shape)]
 
 
-def _scores(q: Any, k: Any, attn_scale: float, shift: int | None) -> Any:
+def _scores(q, k, attn_scale, shift):
     scores = attn_scale * (q @ k.swapaxes(2, 3))
     if shift is not None:
         scores[..., ~np.tri(*scores.shape[2:], shift, dtype=bool)] = -np.inf
     return scores
 
 
-def _sdpa(places: list[Any], options: dict[str, Any], q: Any, k: Any, v: Any) -> list[Any]:
+def _sdpa(places, options, q, k, v):
     scores = _scores(q, k, **options)
     top = scores.max(3, keepdims=True)
     powers = np.exp(scores - top)
@@ -97,15 +93,13 @@ def _sdpa(places: list[Any], options: dict[str, Any], q: Any, k: Any, v: Any) ->
     return [powers @ v / total, top + np.log(total)][: len(places)]
 
 
-def _sdpa_backward(
-    places: list[Any], options: dict[str, Any], q: Any, k: Any, v: Any, o: Any, dO: Any, stats: Any
-) -> list[Any]:
+def _sdpa_backward(places, options, q, k, v, o, dO, stats):
     p = np.exp(_scores(q, k, **options) - stats)
     d = p * (dO @ v.swapaxes(2, 3) - (dO * o).sum(3, keepdims=True)) * options["attn_scale"]
     return [d @ k, d.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dO]
 
 
-COMPUTE: dict[str, Any] = {
+COMPUTE = {
     "conv_fprop": _fprop,
     "conv_dgrad": _dgrad,
     "conv_wgrad": _wgrad,

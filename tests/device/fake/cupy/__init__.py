@@ -17,7 +17,6 @@ has none, rounding of the device's functions, hidden waits, and who waits for wh
 """
 
 import importlib
-from typing import Any
 
 import numpy as np
 
@@ -35,26 +34,24 @@ __version__ = VERSION
 newaxis = None
 
 
-def asnumpy(
-    a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True
-) -> Any:
+def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
     """Return a copy in the host's memory."""
     if isinstance(a, ndarray):
         return a.get(stream=stream, order=order, out=out, blocking=blocking)
     return np.asarray(a, order=order)  # type: ignore[call-overload]
 
 
-def get_default_memory_pool() -> Any:
+def get_default_memory_pool():
     """Return the pool that arrays come from."""
     return cuda.memory.POOL
 
 
-def get_default_pinned_memory_pool() -> Any:
+def get_default_pinned_memory_pool():
     """Return the pool that page-locked memory comes from."""
     return cuda.pinned_memory.POOL
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):
     kind = MODULES["cupy"].get(name, "")
     is_module = kind == "module"
     value = (

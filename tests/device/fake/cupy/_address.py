@@ -1,7 +1,5 @@
 """Memory by its address, as NumPy sees it."""
 
-from typing import Any
-
 import numpy as np
 
 
@@ -10,7 +8,7 @@ class _At:
 
     __slots__ = ("__array_interface__", "_keeps")
 
-    def __init__(self, address: int, size: int, keeps: Any):
+    def __init__(self, address, size, keeps):
         self._keeps = keeps
         self.__array_interface__ = {
             "data": (address, False),
@@ -20,6 +18,6 @@ class _At:
         }
 
 
-def bytes_at(address: int, size: int, keeps: Any = None) -> Any:
+def bytes_at(address, size, keeps=None):
     """Return bytes as an array that is the memory itself, and keeps what the memory belongs to."""
     return np.asarray(_At(address, size, keeps)) if size else np.empty(0, np.uint8)

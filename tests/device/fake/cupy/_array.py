@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +12,7 @@ from cupy import _streams
 from cupy.cuda import memory, pinned_memory
 
 # Set by `pytest --backend fake`: what to do with a caller that is a test.
-VIEWERS: list[Callable[[Any], bool]] = []
+VIEWERS = []
 
 
 class Flags:
@@ -22,7 +20,7 @@ class Flags:
 
     __slots__ = ("c_contiguous", "f_contiguous")
 
-    def __init__(self, array: ndarray):
+    def __init__(self, array):
         flags = array._host.flags
         self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
 
@@ -35,28 +33,21 @@ class ndarray:
     __hash__ = None  # type: ignore[assignment]
     __array_priority__ = 100
 
-    def __init__(
-        self,
-        shape: Any,
-        dtype: Any = float,
-        memptr: Any = None,
-        strides: Any = None,
-        order: str = "C",
-    ):
+    def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = np.dtype(dtype)
         pointer = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
         self._host = memory.array_at(pointer, shape, dtype, strides, order)
         self._mem = pointer.mem
-        self._base: Any = None
+        self._base = None
 
     # -------------------------------------------------------------- how it lies
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self):
         return self._host.shape
 
     @shape.setter
-    def shape(self, shape: Any):
+    def shape(self, shape):
         self._host = self._host.view()
         self._host.shape = shape
 
@@ -66,15 +57,15 @@ class ndarray:
     )
 
     @property
-    def flags(self) -> Flags:
+    def flags(self):
         return Flags(self)
 
     @property
-    def base(self) -> Any:
+    def base(self):
         return self._base
 
     @property
-    def data(self) -> memory.MemoryPointer:
+    def data(self):
         if not self._mem.size:
             return memory.MemoryPointer(self._mem, 0)
         return memory.MemoryPointer(
@@ -82,7 +73,7 @@ class ndarray:
         )
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self):
         contiguous = self._host.flags.c_contiguous
         return {
             "shape": self.shape,
@@ -95,15 +86,15 @@ class ndarray:
         }
 
     @property
-    def T(self) -> ndarray:
+    def T(self):
         return view(self._host.T, self)
 
     @property
-    def _c_contiguous(self) -> bool:
+    def _c_contiguous(self):
         return self._host.flags.c_contiguous
 
     # -------------------------------------------------------------- to the host and back
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         if VIEWERS and VIEWERS[0](sys._getframe(1)):
             return self._seen() if dtype is None else self._seen().astype(dtype)
         raise TypeError(
@@ -111,14 +102,12 @@ class ndarray:
             " a NumPy array explicitly."
         )
 
-    def _seen(self) -> Any:
+    def _seen(self):
         """Return what a test sees: all that is under way has arrived."""
         _streams.finish_all()
         return self._host.copy()
 
-    def get(
-        self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
-    ) -> Any:
+    def get(self, stream=None, order="C", out=None, blocking=True):
         """Return a copy in the host's memory."""
         if out is None:
             out = np.empty(
@@ -142,7 +131,7 @@ class ndarray:
             where.synchronize()
         return out
 
-    def set(self, arr: Any, stream: Any = None):
+    def set(self, arr, stream=None):
         """Copy from the host's memory."""
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
@@ -156,56 +145,56 @@ class ndarray:
         pinned = pinned_memory.is_pinned(arr)
         _streams.copy_to_device(arr.copy, lambda value: np.copyto(target, value), stream, pinned)
 
-    def item(self) -> Any:
+    def item(self):
         """Return the one element."""
         _streams.reads_host()
         if self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
         return self._host.item()
 
-    def tolist(self) -> Any:
+    def tolist(self):
         """Return nested lists."""
         _streams.reads_host()
         return self._host.tolist()
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         _streams.reads_host()
         return bool(self._host)
 
-    def __float__(self) -> float:
+    def __float__(self):
         _streams.reads_host()
         return float(self._host)
 
-    def __int__(self) -> int:
+    def __int__(self):
         _streams.reads_host()
         return int(self._host)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return repr(self._host)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return str(self._host)
 
-    def __format__(self, form: str) -> str:
+    def __format__(self, form):
         return format(self._host.item() if self.ndim == 0 else str(self), form)
 
     # -------------------------------------------------------------- elements
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._host)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         if not self.ndim:
             raise TypeError("iteration over a 0-d array")
         return (self[place] for place in range(len(self)))
 
     @_streams.queued
-    def __getitem__(self, key: Any) -> ndarray:
-        result: ndarray = wrap(self._host[self._key(key)])
+    def __getitem__(self, key):
+        result = wrap(self._host[self._key(key)])
         if result._mem is self._mem:
             result._base = self if self._base is None else self._base
         return result
 
-    def __setitem__(self, key: Any, value: Any):
+    def __setitem__(self, key, value):
         if type(value) is not ndarray and not np.isscalar(value):
             if not (VIEWERS and VIEWERS[0](sys._getframe(1))):
                 raise TypeError(f"Unsupported type {type(value)}")
@@ -213,7 +202,7 @@ class ndarray:
         self._set(key, value)
 
     @_streams.queued
-    def _set(self, key: Any, value: Any):
+    def _set(self, key, value):
         key, value = self._key(key, writes=True), unwrap(value)
         if isinstance(value, np.ndarray) and value.ndim > np.ndim(self._host[key]):
             raise ValueError(
@@ -221,14 +210,14 @@ class ndarray:
             )
         self._host[key] = value
 
-    def _key(self, key: Any, writes: bool = False) -> Any:
+    def _key(self, key, writes=False):
         """Return the key for NumPy, refusing what is undefined on a device."""
         if type(key) is not tuple:
             return self._part(key, writes) if type(key) not in (int, slice) else key
         indices = sum(type(part) is ndarray for part in key)
         return tuple(self._part(part, writes and indices == 1) for part in key)
 
-    def _part(self, part: Any, writes: bool) -> Any:
+    def _part(self, part, writes):
         if isinstance(part, np.ndarray | list):  # CuPy uploads it
             _streams.writes_device()
             host = np.asarray(part)
@@ -244,11 +233,11 @@ class ndarray:
             )
         return host
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value):
         return value in self._host
 
     # -------------------------------------------------------------- NumPy's functions on it
-    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, function, method, *inputs, **kwargs):
         import cupy
 
         if VIEWERS and VIEWERS[0](sys._getframe(1)):
@@ -259,25 +248,25 @@ class ndarray:
             raise TypeError("Output arguments type must be cupy.ndarray")
         return getattr(cupy, function.__name__)(*inputs, **kwargs)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function, types, args, kwargs):
         import cupy
 
         if VIEWERS and VIEWERS[0](sys._getframe(1)):
             look = unwrap if function in (np.shares_memory, np.may_share_memory) else seen
             return function(*map(look, args), **{key: look(value) for key, value in kwargs.items()})
-        module: Any = cupy
+        module = cupy
         for part in function.__module__.split(".")[1:]:
             module = getattr(module, part)
         return getattr(module, function.__name__)(*args, **kwargs)
 
 
-def is_doubled(places: Any) -> bool:
+def is_doubled(places):
     """Return whether an element is named twice."""
     several = np.size(places) > 1 and not _streams.is_tracing()
     return bool(several and len(np.unique(places)) != np.size(places))
 
 
-def seen(value: Any) -> Any:
+def seen(value):
     """Return a value with NumPy arrays for device arrays, for tests."""
     if type(value) is ndarray:
         return value._seen()
@@ -286,7 +275,7 @@ def seen(value: Any) -> Any:
     return value
 
 
-def _by_numpy(function: Any, inputs: Any, kwargs: Any) -> Any:
+def _by_numpy(function, inputs, kwargs):
     """Return NumPy's result for a test; what is to be written to a device array goes there."""
     places = kwargs.pop("out", (None,))
     result = function(*map(seen, inputs), **kwargs)
@@ -296,7 +285,7 @@ def _by_numpy(function: Any, inputs: Any, kwargs: Any) -> Any:
     return places[0]
 
 
-def view(host: Any, base: ndarray) -> ndarray:
+def view(host, base):
     """Return an array that looks at another one's memory."""
     array = ndarray.__new__(ndarray)
     array._host = host
@@ -305,7 +294,7 @@ def view(host: Any, base: ndarray) -> ndarray:
     return array
 
 
-def wrap(result: Any) -> Any:
+def wrap(result):
     """Return a result of NumPy as one of the device's."""
     kind = type(result)
     if kind is not np.ndarray:
@@ -318,14 +307,14 @@ def wrap(result: Any) -> Any:
     return made(*memory.placed(result))
 
 
-def made(host: Any, mem: memory.BaseMemory) -> ndarray:
+def made(host, mem):
     """Return an array of values that lie in some memory."""
     array = ndarray.__new__(ndarray)
     array._host, array._mem, array._base = host, mem, None
     return array
 
 
-def unwrap(value: Any) -> Any:
+def unwrap(value):
     """Return what NumPy computes with; a NumPy array here would be host and device mixed."""
     kind = type(value)
     if kind is ndarray:

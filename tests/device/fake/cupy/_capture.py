@@ -12,8 +12,7 @@ double has no kernel.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
@@ -32,13 +31,13 @@ class Graph:
     _work: list[Callable[[], None]]
     _memory: list[weakref.ref[memory.BaseMemory]]
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         raise NotImplementedError(
             "currently this class cannot be initiated by the user and must be created via stream"
             " capture"
         )
 
-    def launch(self, stream: Any = None):
+    def launch(self, stream=None):
         """Do the work in a stream, by default the current one."""
         uses = [item() for item in self._memory]
         if None in uses:
@@ -50,7 +49,7 @@ class Graph:
         else:
             capture.add(self._run, self._memory, stream)
 
-    def upload(self, stream: Any = None):
+    def upload(self, stream=None):
         """Bring it to the device before the first launch."""
 
     def _run(self):
@@ -66,28 +65,28 @@ class Capture:
         broken: something was asked for that cannot be in a graph.
     """
 
-    def __init__(self, stream: _streams.Stream, mode: int | None):
+    def __init__(self, stream, mode):
         if mode not in (None, runtime.streamCaptureModeRelaxed):
             raise NotImplementedError("the double captures in relaxed mode alone")
         self.streams = [stream]
         self.broken = False
-        self._work: list[Callable[[], None]] = []
-        self._memory: dict[int, weakref.ref[memory.BaseMemory]] = {}
+        self._work = []
+        self._memory = {}
         # Of each stream's work, how much stands before what comes next in a stream.
-        self._before: dict[_streams.Stream, dict[_streams.Stream, int]] = {stream: {stream: 0}}
+        self._before = {stream: {stream: 0}}
         stream._capture = self
         _streams.CAPTURES.append(self)
 
-    def fail(self, status: int):
+    def fail(self, status):
         """Raise an error after which there will be no graph."""
         self.broken = True
         raise CUDARuntimeError(status)
 
-    def seen(self, stream: _streams.Stream) -> dict[_streams.Stream, int]:
+    def seen(self, stream):
         """Return how much of each stream's work stands before what comes next in a stream."""
         return dict(self._before[stream])
 
-    def wait(self, stream: _streams.Stream, event: _streams.Event):
+    def wait(self, stream, event):
         """Let what comes next in a stream stand behind an event; the stream takes part from now
         on.
         """
@@ -107,7 +106,7 @@ class Capture:
         for other, count in event._seen.items():
             mine[other] = max(mine.get(other, 0), count)
 
-    def end(self, stream: _streams.Stream) -> Graph:
+    def end(self, stream):
         """Return the graph."""
         if stream is not self.streams[0]:
             self.fail(UNMATCHED)
@@ -123,12 +122,7 @@ class Capture:
         graph._work, graph._memory = self._work, list(self._memory.values())
         return graph
 
-    def add(
-        self,
-        work: Callable[[], None],
-        touches: Sequence[weakref.ref[memory.BaseMemory]],
-        stream: _streams.Stream | None = None,
-    ):
+    def add(self, work, touches, stream=None):
         """Put some work into the graph.
 
         Args:
@@ -142,18 +136,18 @@ class Capture:
         self._work.append(work)
         self._memory.update((id(item), item) for item in touches)
 
-    def take(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, function, args, kwargs):
         """Put a function's call into the graph and return its result, which holds rubbish.
 
         Arrays of zeros that cannot be written to stand for the arguments, or others if that is an
         error. What writes nothing and gives only views computes nothing, and is done now.
         """
-        standing: dict[int, _array.ndarray] = {}  # an array, by what stands for it
-        zeros: list[Any] = []
+        standing = {}  # an array, by what stands for it
+        zeros = []
 
         writes = False
 
-        def to_zeros(array: _array.ndarray) -> _array.ndarray:
+        def to_zeros(array):
             host, owner = _zeros_like(array._host)
             host.flags.writeable = writes
             result = _array.made(host, memory.Aside(owner))
@@ -162,7 +156,7 @@ class Capture:
             zeros.append(result._mem)
             return result
 
-        def trace() -> Any:
+        def trace():
             with _streams.aside(traces=True), np.errstate(all="ignore"):
                 return function(*_each(to_zeros, args), **_each(to_zeros, kwargs))
 
@@ -181,9 +175,9 @@ class Capture:
         if any(item._mem in zeros and id(item) not in standing for item in results):
             raise NotImplementedError("the double captures nothing that gives a view and computes")
 
-        targets: list[Any] = []
+        targets = []
 
-        def to_blank(array: _array.ndarray) -> _array.ndarray:
+        def to_blank(array):
             result = standing.get(id(array))
             if result is None:
                 result = _array.made(*memory.blank(array._host))
@@ -192,9 +186,9 @@ class Capture:
                 targets.append(None)
             return result
 
-        touched: list[_array.ndarray] = []
+        touched = []
 
-        def to_loan(array: _array.ndarray) -> _array.ndarray:
+        def to_loan(array):
             touched.append(array)
             return _array.made(array._host, memory.Aside(array._host))
 
@@ -212,7 +206,7 @@ class Capture:
         return result
 
 
-def submit(work: Callable[[], None], *addresses: int):
+def submit(work, *addresses):
     """Do some work of another library in the current stream, or put it into a graph.
 
     Args:
@@ -221,7 +215,7 @@ def submit(work: Callable[[], None], *addresses: int):
     _streams.submit(work, _references(map(memory.base_of, addresses)))
 
 
-def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:
+def _references(given):
     """Return references to the device's memory below some, which do not keep it; what somebody else
     gives and takes back nobody can look after.
     """
@@ -229,7 +223,7 @@ def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:
     return [weakref.ref(mem) for mem in roots if isinstance(mem, memory.Memory)]
 
 
-def _zeros_like(array: Any) -> tuple[Any, Any]:
+def _zeros_like(array):
     """Return an array of zeros with the strides of another, and the array that has its memory."""
     if not array.size:
         empty = np.empty_like(array)
@@ -240,7 +234,7 @@ def _zeros_like(array: Any) -> tuple[Any, Any]:
     return np.ndarray(array.shape, array.dtype, owner, start, array.strides), owner
 
 
-def _each(change: Callable[[_array.ndarray], _array.ndarray], value: Any) -> Any:
+def _each(change, value):
     """Return a value with its arrays changed."""
     if type(value) is _array.ndarray:
         return change(value)
@@ -251,8 +245,8 @@ def _each(change: Callable[[_array.ndarray], _array.ndarray], value: Any) -> Any
     return value
 
 
-def _arrays(value: Any) -> list[_array.ndarray]:
+def _arrays(value):
     """Return the arrays in a value."""
-    result: list[_array.ndarray] = []
+    result = []
     _each(lambda array: result.append(array) or array, value)  # type: ignore[func-returns-value]
     return result

@@ -1,13 +1,12 @@
 """Functions on arrays: CuPy's names and parameters, NumPy's results."""
 
 import inspect
-from typing import Any
 
 import numpy as np
 
 from cupy import _streams
 from cupy._array import is_doubled, made, ndarray, unwrap, view, wrap
-from cupy._names import MODULES, Parameters, parameters
+from cupy._names import MODULES, parameters
 from cupy._ufunc import ufunc
 from cupy.cuda import memory
 
@@ -44,7 +43,7 @@ HOST = {
 }
 
 
-def find(module: str, name: str, numpy: Any) -> Any:
+def find(module, name, numpy):
     """Return what CuPy's module has under a name.
 
     Raises:
@@ -63,7 +62,7 @@ def find(module: str, name: str, numpy: Any) -> Any:
     return _function(name, value, parameters(kind))
 
 
-def _renamed(value: Any, known: Parameters) -> list[str]:
+def _renamed(value, known):
     """Return NumPy's names for CuPy's positional parameters, as far as both agree about their
     order.
     """
@@ -79,12 +78,12 @@ def _renamed(value: Any, known: Parameters) -> list[str]:
     return known.positional[:agree]
 
 
-def _function(name: str, value: Any, known: Parameters) -> Any:
+def _function(name, value, known):
     agreed = len(_renamed(value, known)) if not known.open_ended else 1000
     lists, from_host, poisons = name in LISTS, name in FROM_HOST, name in EMPTY
     makes, keeps = name in MAKERS, name in KEEP_ORDER
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         known.check(name, args, kwargs)
         out = kwargs.get("out")
         if out is not None and type(out) is not ndarray:
@@ -124,14 +123,14 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
     return call if poisons else _streams.queued(call)
 
 
-def _is_uploaded(value: Any) -> bool:
+def _is_uploaded(value):
     """Return whether CuPy copies a value from the host; a number goes with a kernel."""
     if type(value) in (list, tuple):
         return not any(type(item) is ndarray for item in value)
     return type(value) is not ndarray and np.ndim(value) > 0
 
 
-def _from_host(value: Any) -> Any:
+def _from_host(value):
     if isinstance(value, np.ndarray):
         return value
     if type(value) in (list, tuple):
@@ -139,11 +138,11 @@ def _from_host(value: Any) -> Any:
     return unwrap(value)
 
 
-def _matmul(name: str, function: Any) -> Any:
+def _matmul(name, function):
     known = parameters(MODULES["cupy"][name])
 
     @_streams.queued
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         known.check(name, args, kwargs)
         if name == "dot" and len(args) == 3:
             kwargs["out"], args = args[2], args[:2]
@@ -177,7 +176,7 @@ def _matmul(name: str, function: Any) -> Any:
     return call
 
 
-def product(function: Any, left: Any, right: Any) -> Any:
+def product(function, left, right):
     """Return a product of matrices, of float16 and bfloat16 added up in float32."""
     low = {"float16", "bfloat16"}
     if left.dtype.name in low and right.dtype.name in low:
@@ -187,7 +186,7 @@ def product(function: Any, left: Any, right: Any) -> Any:
 
 
 @_streams.queued
-def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None):
+def _copyto(dst, src, casting="same_kind", where=None):
     if type(dst) is not ndarray:
         raise TypeError(f"Unsupported type {type(dst)}")
     if where is not None and type(where) is not ndarray:
@@ -196,7 +195,7 @@ def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None):
 
 
 @_streams.queued
-def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
+def _where(condition, x=None, y=None):
     if (x is None) != (y is None):
         raise ValueError("Must provide both 'x' and 'y' or neither.")
     truth = condition.astype("?", copy=False)  # as there: Python's own numbers have no such method
@@ -209,7 +208,7 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 @_streams.queued
-def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
+def _take(a, indices, axis=None, out=None):
     if type(a) is not ndarray:
         raise TypeError(f"Unsupported type {type(a)}")
     result = np.take(a._host, unwrap(indices), axis)  # raises where CuPy would wrap
@@ -226,7 +225,7 @@ def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
 
 
 @_streams.queued
-def _put(a: Any, ind: Any, v: Any, mode: str = "wrap"):
+def _put(a, ind, v, mode="wrap"):
     places = unwrap(ind)
     if is_doubled(places):
         raise IndexError("an element is written twice by one put, which is undefined on a device")
@@ -234,7 +233,7 @@ def _put(a: Any, ind: Any, v: Any, mode: str = "wrap"):
 
 
 @_streams.queued
-def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
+def _ascontiguousarray(a, dtype=None):
     if _is_uploaded(a):
         _streams.writes_device()
     if type(a) is ndarray and a._c_contiguous and a.ndim and dtype in (None, a.dtype):
@@ -242,7 +241,7 @@ def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
     return wrap(np.ascontiguousarray(_from_host(a), dtype).copy())
 
 
-def _may_share_memory(a: Any, b: Any, max_work: Any = None) -> bool:
+def _may_share_memory(a, b, max_work=None):
     if type(a) is not ndarray or type(b) is not ndarray:
         raise TypeError(f"expected cupy._core.core._ndarray_base, got {type(a)} and {type(b)}")
     return np.may_share_memory(a._host, b._host)

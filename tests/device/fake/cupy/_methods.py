@@ -1,7 +1,5 @@
 """The array's methods that NumPy computes: those of CuPy's array, with its parameters."""
 
-from typing import Any
-
 import numpy as np
 
 from cupy import _streams
@@ -11,7 +9,7 @@ from cupy._names import CLASSES, parameters
 from cupy.cuda import memory
 
 
-def _method(name: str, entry: str) -> Any:
+def _method(name, entry):
     """Return a method that NumPy computes."""
     known = parameters(entry)
     function = getattr(np.ndarray, name)
@@ -27,7 +25,7 @@ def _method(name: str, entry: str) -> Any:
     )
 
     @_streams.queued
-    def call(self: ndarray, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         known.check(name, args, kwargs)
         if name in COUNTS:
             _streams.reads_host()

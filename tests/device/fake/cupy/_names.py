@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-_SNAPSHOT: dict[str, Any] = json.loads((Path(__file__).parent / "snapshot.json").read_text())
+_SNAPSHOT = json.loads((Path(__file__).parent / "snapshot.json").read_text())
 
-VERSION: str = _SNAPSHOT["version"]
-MODULES: dict[str, dict[str, str]] = _SNAPSHOT["modules"]
-CLASSES: dict[str, dict[str, str]] = _SNAPSHOT["classes"]
+VERSION = _SNAPSHOT["version"]
+MODULES = _SNAPSHOT["modules"]
+CLASSES = _SNAPSHOT["classes"]
 
 
 class Parameters:
@@ -21,7 +20,7 @@ class Parameters:
         any_keyword: takes any keyword, as far as the snapshot knows.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text):
         words = [word.strip() for word in text.split(",") if word.strip()]
         self.unknown = text == "?"
         self.open_ended = self.unknown or any(
@@ -36,7 +35,7 @@ class Parameters:
             name for name in names[slash + 1 :] if not name.startswith("*") and name != "/"
         }
 
-    def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def check(self, name, args, kwargs):
         """Raise TypeError for a call that CuPy would not take."""
         if len(args) > len(self.positional) and not self.open_ended:
             raise TypeError(
@@ -49,6 +48,6 @@ class Parameters:
                     raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
 
 
-def parameters(entry: str) -> Parameters:
+def parameters(entry):
     """Return the parameters of a snapshot's entry."""
     return Parameters(entry.partition(" ")[2])

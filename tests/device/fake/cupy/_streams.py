@@ -17,20 +17,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
 if TYPE_CHECKING:
-    from cupy._capture import Capture, Graph
+    pass
 
 # Streams with copies under way, and captures; almost always empty, so that one look suffices for
 # most operations.
-PENDING: list[Stream] = []
-CAPTURES: list[Capture] = []
+PENDING = []
+CAPTURES = []
 _local = threading.local()
 
 ILLEGAL_STATE, UNSUPPORTED, IMPLICIT, CAPTURED_EVENT = 401, 900, 906, 907
@@ -45,11 +44,11 @@ class _Copy:
         to_host: whether the host is the one to see it.
     """
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], to_host: bool):
-        self._read: Callable[[], Any] | None = read
+    def __init__(self, read, write, to_host):
+        self._read = read
         self._write = write
         self.to_host = to_host
-        self._value: Any = None
+        self._value = None
 
     def read(self):
         """Take the value now: what comes after this in the same stream may change the source."""
@@ -67,7 +66,7 @@ class _Wait:
 
     to_host = False
 
-    def __init__(self, stream: Stream, place: int):
+    def __init__(self, stream, place):
         self._stream, self._place = stream, place
 
     def finish(self):
@@ -84,8 +83,8 @@ class Launch:
 
     to_host = False
 
-    def __init__(self, work: Callable[[], None], uses: Any):
-        self._work: Callable[[], None] | None = work
+    def __init__(self, work, uses):
+        self._work = work
         self._uses = uses
 
     def finish(self):
@@ -102,32 +101,32 @@ class Stream:
 
     null: Stream
 
-    def __init__(self, null: bool = False, non_blocking: bool = False):
+    def __init__(self, null=False, non_blocking=False):
         self._is_null = null
         self.ptr = 0 if null else id(self)
         self._blocking = not non_blocking and not null
-        self._queue: deque[Any] = deque()
+        self._queue = deque()
         self._arrived = 0
-        self._capture: Capture | None = None
+        self._capture = None
 
-    def __enter__(self) -> Stream:
+    def __enter__(self):
         _stack().append(self)
         return self
 
-    def __exit__(self, *args: Any):
+    def __exit__(self, *args):
         _stack().pop()
 
-    def _push(self, item: Any):
+    def _push(self, item):
         self._queue.append(item)
         if self not in PENDING:
             PENDING.append(self)
 
     @property
-    def _issued(self) -> int:
+    def _issued(self):
         """How much has been put into it: no counter, which threads could miscount for good."""
         return self._arrived + len(self._queue)
 
-    def _finish(self, upto: int | None = None):
+    def _finish(self, upto=None):
         """Let copies arrive, all or those before a place."""
         while self._queue and (upto is None or self._arrived < upto):
             item = self._queue.popleft()
@@ -136,9 +135,9 @@ class Stream:
         if not self._queue and self in PENDING:
             PENDING.remove(self)
 
-    def _settle(self, upto: int | None = None):
+    def _settle(self, upto=None):
         """Do for the device what is under way, while the host still sees nothing of it."""
-        saved: deque[Any] = deque()
+        saved = deque()
         for place, item in enumerate(self._queue):
             if upto is not None and self._arrived + place >= upto:
                 saved.append(item)
@@ -170,13 +169,13 @@ class Stream:
             stream._finish()
         self._finish()
 
-    def record(self, event: Event | None = None) -> Event:
+    def record(self, event=None):
         """Return an event after all that is in this stream now."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
-    def wait_event(self, event: Event):
+    def wait_event(self, event):
         """Let what comes later in this stream wait for the event; by that, a stream takes part in
         another one's capture.
         """
@@ -190,7 +189,7 @@ class Stream:
         else:
             self._push(_Wait(event._stream, event._place))
 
-    def begin_capture(self, mode: int | None = None):
+    def begin_capture(self, mode=None):
         """Take what comes into a graph, instead of doing it."""
         if self._is_null:
             raise RuntimeError("cannot capture on the default (legacy) stream")
@@ -200,13 +199,13 @@ class Stream:
 
         Capture(self, mode)
 
-    def end_capture(self) -> Graph:
+    def end_capture(self):
         """Return the graph of what came since `begin_capture`."""
         if self._capture is None:
             raise CUDARuntimeError(ILLEGAL_STATE)
         return self._capture.end(self)
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         """Return whether what comes is taken into a graph."""
         _refuse_null(self)
         if self._capture is not None and self._capture.broken:
@@ -231,15 +230,13 @@ class _Done:
 class Event:
     """A place in a stream: after all that was in it at `record`."""
 
-    def __init__(
-        self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
-    ):
-        self._stream: Stream | None = None
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self._stream = None
         self._place, self._time = 0, 0.0
-        self._capture: Capture | None = None  # with
-        self._seen: dict[Stream, int] = {}  # how much of each stream's work stands before
+        self._capture = None  # with
+        self._seen = {}  # how much of each stream's work stands before
 
-    def record(self, stream: Stream | None = None):
+    def record(self, stream=None):
         """Put it after all that is in a stream now."""
         stream = current() if stream is None else stream
         self._stream, self._place, self._time = stream, stream._issued, time.perf_counter()
@@ -254,30 +251,30 @@ class Event:
             self._stream._finish(self._place)
 
 
-def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+def get_elapsed_time(start_event, end_event):
     """Return the milliseconds between two events."""
     return 1e3 * (end_event._time - start_event._time)
 
 
-def _stack() -> list[Stream]:
-    stack: list[Stream] | None = getattr(_local, "stack", None)
+def _stack():
+    stack = getattr(_local, "stack", None)
     if stack is None:
         stack = _local.stack = [Stream.null]
     return stack
 
 
-def current() -> Stream:
+def current():
     """Return this thread's current stream."""
     return _stack()[-1]
 
 
-def get_current_stream(device_id: int = -1) -> Stream:
+def get_current_stream(device_id=-1):
     """Return this thread's current stream."""
     return current()
 
 
 @contextmanager
-def aside(traces: bool = False) -> Iterator[None]:
+def aside(traces=False):
     """Let what this thread computes inside `with` be no work of its current stream.
 
     Args:
@@ -291,37 +288,37 @@ def aside(traces: bool = False) -> Iterator[None]:
         _local.aside, _local.traces = before
 
 
-def is_aside() -> bool:
+def is_aside():
     """Return whether what this thread computes is no work of a stream."""
     return getattr(_local, "aside", False)
 
 
-def is_tracing() -> bool:
+def is_tracing():
     """Return whether it is computed for the shapes alone."""
     return getattr(_local, "traces", False)
 
 
-def capturing(stream: Stream | None = None) -> Capture | None:
+def capturing(stream=None):
     """Return the capture that takes a stream's work; by default the current one's."""
     stream = current() if stream is None else stream
     _refuse_null(stream)
     return stream._capture
 
 
-def _refuse_null(stream: Stream):
+def _refuse_null(stream):
     """Raise an error for the null stream, if a stream captures that waits for it."""
     for capture in CAPTURES if stream._is_null else ():
         if any(item._blocking for item in capture.streams):
             capture.fail(IMPLICIT)
 
 
-def queued(function: Any) -> Any:
+def queued(function):
     """Return a function that is work of the current stream: it follows what stands before it
     there, or goes into a graph.
     """
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         if (CAPTURES or PENDING) and not is_aside():
             capture = capturing()
             if capture is not None:
@@ -332,7 +329,7 @@ def queued(function: Any) -> Any:
     return call
 
 
-def submit(work: Callable[[], None], touches: Sequence[Any] = ()):
+def submit(work, touches=()):
     """Do some work of the current stream, or put it into a graph.
 
     Args:
@@ -347,7 +344,7 @@ def submit(work: Callable[[], None], touches: Sequence[Any] = ()):
     work()
 
 
-def reads_host(stream: Stream | None = None):
+def reads_host(stream=None):
     """Before the host reads something: do what stands before; CuPy refuses it in a capture."""
     if is_tracing() or CAPTURES and capturing(stream) is not None:
         raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
@@ -355,7 +352,7 @@ def reads_host(stream: Stream | None = None):
         settle()
 
 
-def writes_device(stream: Stream | None = None):
+def writes_device(stream=None):
     """Before the host writes to the device, which CuPy refuses in a capture."""
     if is_tracing() or CAPTURES and capturing(stream) is not None:
         raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
@@ -375,9 +372,7 @@ def finish_all():
         stream._finish()
 
 
-def copy_to_host(
-    read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
-):
+def copy_to_host(read, write, stream, pinned):
     """Copy to the host; to memory that is not page-locked CUDA does so at once."""
     stream = current() if stream is None else stream
     if CAPTURES:
@@ -393,9 +388,7 @@ def copy_to_host(
     stream._push(copy)
 
 
-def copy_to_device(
-    read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
-):
+def copy_to_device(read, write, stream, pinned):
     """Copy to the device: at once in the current stream, which computes at once too, later in
     another one.
     """

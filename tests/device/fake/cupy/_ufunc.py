@@ -1,7 +1,6 @@
 """Elementwise functions and operators."""
 
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -27,16 +26,14 @@ class ufunc:
 
     __module__ = "cupy"
 
-    def __init__(self, name: str, function: Any):
+    def __init__(self, name, function):
         self.__name__ = name
         self.name = f"cupy_{name}"
         self._function = function
         self.nin, self.nout, self.nargs = function.nin, function.nout, function.nargs
 
     @_streams.queued
-    def __call__(
-        self, *args: Any, out: Any = None, casting: str = "same_kind", dtype: Any = None
-    ) -> Any:
+    def __call__(self, *args, out=None, casting="same_kind", dtype=None):
         nin = self.nin
         if len(args) > nin:
             if out is not None:
@@ -60,7 +57,7 @@ class ufunc:
         self._function(*hosts, out=target, dtype=dtype, casting=casting)
         return out
 
-    def _number(self, value: Any) -> Any:
+    def _number(self, value):
         if isinstance(value, (*NUMBERS, np.generic)):
             return value
         if hasattr(value, "__cuda_array_interface__"):
@@ -68,9 +65,7 @@ class ufunc:
             raise TypeError(f"the double takes no {type(value)} yet")
         raise TypeError(f"Unsupported type {type(value)}")
 
-    def reduce(
-        self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False
-    ) -> ndarray:
+    def reduce(self, array, axis=0, dtype=None, out=None, keepdims=False):
         """Reduce an axis; CuPy has it for sums and products."""
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
@@ -79,7 +74,7 @@ class ufunc:
         return method(axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
     @_streams.queued
-    def at(self, a: Any, indices: Any, b: Any = None):
+    def at(self, a, indices, b=None):
         """Add to elements, each as often as it is named."""
         kinds = SCATTERED.get(self.__name__)
         if kinds is None:
@@ -94,12 +89,12 @@ class ufunc:
         self._function.at(a._host, a._key(indices), b._host if type(b) is ndarray else b)
 
 
-def _operator(name: str, reflected: bool) -> Any:
+def _operator(name, reflected):
     import operator
 
     plain = getattr(operator, {"and": "and_", "or": "or_"}.get(name, name))
 
-    def call(self: ndarray, other: Any) -> Any:
+    def call(self, other):
         if VIEWERS and isinstance(other, np.ndarray) and VIEWERS[0](sys._getframe(1)):
             mine = seen(self)
             return plain(other, mine) if reflected else plain(mine, other)
@@ -115,8 +110,8 @@ def _operator(name: str, reflected: bool) -> Any:
     return call
 
 
-def _in_place(name: str) -> Any:
-    def call(self: ndarray, other: Any) -> Any:
+def _in_place(name):
+    def call(self, other):
         if VIEWERS and isinstance(other, np.ndarray) and VIEWERS[0](sys._getframe(1)):
             other = wrap(other.copy())
         return _OPERATIONS[name](self, other, out=self)
@@ -127,7 +122,7 @@ def _in_place(name: str) -> Any:
 class _Find(dict):  # type: ignore[type-arg]
     """Functions behind operators, found when they are first used."""
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name):
         import cupy
 
         result = self[name] = getattr(cupy, NAMES[name])

@@ -6,7 +6,7 @@ from cupy.cuda import runtime
 class Device:
     """A device by its number."""
 
-    def __init__(self, device: int):
+    def __init__(self, device):
         self.id = int(device)
 
     def use(self):

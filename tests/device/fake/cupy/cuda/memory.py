@@ -9,10 +9,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,7 @@ UNIT = 512  # the pool gives memory in pieces of so many bytes
 class OutOfMemoryError(MemoryError):
     """The pool's limit or the device's memory does not suffice."""
 
-    def __init__(self, size: int, total: int, limit: int = 0):
+    def __init__(self, size, total, limit=0):
         words = f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes"
         super().__init__(words + (f", limit set to: {limit:,} bytes)." if limit else ")."))
         self._size, self._total, self._limit = size, total, limit
@@ -37,27 +35,27 @@ class MemoryHook:
 
     name = "MemoryHook"
 
-    def __enter__(self) -> MemoryHook:
+    def __enter__(self):
         if self.name in _hooks():
             raise KeyError(f"memory hook {self.name} already exists")
         _hooks()[self.name] = self
         return self
 
-    def __exit__(self, *error: object):
+    def __exit__(self, *error):
         del _hooks()[self.name]
 
-    def malloc_postprocess(self, **block: int):
+    def malloc_postprocess(self, **block):
         """Hear of memory that is given."""
 
-    def free_postprocess(self, **block: int):
+    def free_postprocess(self, **block):
         """Hear of memory that is given back."""
 
 
-def _hooks() -> dict[str, MemoryHook]:
+def _hooks():
     return vars(_local).setdefault("hooks", {})
 
 
-def _tell(event: str, size: int):
+def _tell(event, size):
     for hook in list(_hooks().values()):
         getattr(hook, event)(device_id=0, mem_size=size, mem_ptr=0, pmem_id=0)
 
@@ -82,7 +80,7 @@ class Memory(BaseMemory):
 
     __slots__ = ("_counted", "_stream")
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner):
         self.size = owner.nbytes
         self._counted, self._stream = 0, _streams.current().ptr
         self._counted = POOL._take(self.size, self._stream)
@@ -104,7 +102,7 @@ class Aside(BaseMemory):
 
     __slots__ = ()
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner):
         self.ptr, self.size, self._owner = owner.ctypes.data, owner.nbytes, owner
 
 
@@ -119,7 +117,7 @@ class PooledMemory(BaseMemory):
 
     __slots__ = ("_block", "_pool", "_stream")
 
-    def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool):
+    def __init__(self, block, size, pool):
         self.ptr, self.size = block.ptr if size else 0, size
         self._owner = bytes_at(block.ptr, size, block.mem._owner)
         # In its turn: what used this memory before may not have been done yet.
@@ -141,7 +139,7 @@ class UnownedMemory(BaseMemory):
 
     __slots__ = ("_given",)
 
-    def __init__(self, ptr: int, size: int, owner: Any):
+    def __init__(self, ptr, size, owner):
         self.ptr, self.size = ptr, size
         self._owner, self._given = bytes_at(ptr, size, owner), owner
         OWNERS[id(self._owner)] = self
@@ -152,24 +150,24 @@ class MemoryPointer:
 
     __slots__ = ("mem", "ptr")
 
-    def __init__(self, mem: BaseMemory, offset: int):
+    def __init__(self, mem, offset):
         self.mem = mem
         self.ptr = mem.ptr + offset
 
     @property
-    def device_id(self) -> int:
+    def device_id(self):
         """The number of the device."""
         return runtime.getDevice()
 
-    def __add__(self, offset: int) -> MemoryPointer:
+    def __add__(self, offset):
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
 
 # Allocations by the identity of the NumPy array that has the memory.
-OWNERS: weakref.WeakValueDictionary[int, BaseMemory] = weakref.WeakValueDictionary()
+OWNERS = weakref.WeakValueDictionary()
 
 
-def owner_of(array: Any) -> Any:
+def owner_of(array):
     """Return the NumPy array that has another one's memory."""
     owner = array
     while (array := getattr(array, "base", None)) is not None:
@@ -178,16 +176,14 @@ def owner_of(array: Any) -> Any:
     return owner
 
 
-def root_of(mem: BaseMemory) -> BaseMemory:
+def root_of(mem):
     """Return the memory of the device that a pool's piece lies in."""
     while isinstance(mem, PooledMemory):
         mem = mem._block.mem
     return mem
 
 
-def array_at(
-    pointer: MemoryPointer, shape: Any, dtype: Any, strides: Any = None, order: Any = "C"
-) -> Any:
+def array_at(pointer, shape, dtype, strides=None, order="C"):
     """Return a NumPy array at an address of the device."""
     owner = pointer.mem._owner
     if not owner.flags.c_contiguous or owner.dtype != np.uint8:
@@ -196,7 +192,7 @@ def array_at(
     return np.ndarray(shape, dtype, owner, pointer.ptr - pointer.mem.ptr, strides, order)
 
 
-def placed(array: Any) -> tuple[Any, BaseMemory]:
+def placed(array):
     """Return a result of NumPy as it lies on the device, and its memory: new memory, if it is no
     view of some.
     """
@@ -213,7 +209,7 @@ def placed(array: Any) -> tuple[Any, BaseMemory]:
     return host, mem
 
 
-def blank(array: Any) -> tuple[Any, BaseMemory]:
+def blank(array):
     """Return a NumPy array in new memory of the device that lies as another one does, and the
     memory.
     """
@@ -222,7 +218,7 @@ def blank(array: Any) -> tuple[Any, BaseMemory]:
     return array_at(pointer, array.shape, array.dtype, strides), pointer.mem
 
 
-def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
+def base_of(ptr, size=1):
     """Return the allocation around some bytes; one that has been unmapped may lie there, too, and
     be shorter.
     """
@@ -243,10 +239,10 @@ class MemoryPool:
             of the same size in the same stream; by default it is the device's.
     """
 
-    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None):
+    def __init__(self, allocator=None):
         self._allocator = allocator
-        self._free: dict[Any, list[MemoryPointer]] = {}
-        self._kept = Counter[Any]()  # bytes of the device's own memory, by stream
+        self._free = {}
+        self._kept = Counter()  # bytes of the device's own memory, by stream
         self._used = 0
         self._total = 0
         self._limit = 0
@@ -256,7 +252,7 @@ class MemoryPool:
         elif text:
             self.set_limit(size=int(text))
 
-    def _take(self, size: int, stream: Any) -> int:
+    def _take(self, size, stream):
         """Count memory of the device for an array in a stream; return how much it is."""
         size = -(-size // UNIT) * UNIT
         again = min(size, self._kept[stream])
@@ -272,12 +268,12 @@ class MemoryPool:
         _tell("malloc_postprocess", size)
         return size
 
-    def _keep(self, size: int, stream: Any):
+    def _keep(self, size, stream):
         self._used -= size
         self._kept[stream] += size
         _tell("free_postprocess", size)
 
-    def malloc(self, size: int) -> MemoryPointer:
+    def malloc(self, size):
         """Return new memory, full of rubbish."""
         if self._allocator is None:
             return MemoryPointer(Memory(rubbish((size,), np.uint8)), 0)
@@ -296,24 +292,24 @@ class MemoryPool:
         _tell("malloc_postprocess", whole)
         return MemoryPointer(PooledMemory(block, size, self), 0)
 
-    def _give_back(self, block: MemoryPointer, stream: Any):
+    def _give_back(self, block, stream):
         self._used -= block.mem.size
         _tell("free_postprocess", block.mem.size)
         self._free.setdefault((stream, block.mem.size), []).append(block)
 
-    def used_bytes(self) -> int:
+    def used_bytes(self):
         """Return what arrays hold."""
         return self._used
 
-    def free_bytes(self) -> int:
+    def free_bytes(self):
         """Return what was freed and is kept."""
         return self._total - self._used
 
-    def total_bytes(self) -> int:
+    def total_bytes(self):
         """Return both."""
         return self._total
 
-    def free_all_blocks(self, stream: Any = None):
+    def free_all_blocks(self, stream=None):
         """Give back what is kept, or what is kept for a stream."""
         for key in [key for key in self._free if stream in (None, key[0])]:
             del self._free[key]
@@ -322,7 +318,7 @@ class MemoryPool:
         kept = sum(size * len(blocks) for (_, size), blocks in self._free.items())
         self._total = self._used + self._kept.total() + kept
 
-    def set_limit(self, size: int | None = None, fraction: float | None = None):
+    def set_limit(self, size=None, fraction=None):
         """Set the limit in bytes, or as a part of the device's memory; 0 means none."""
         if size is not None and fraction is not None:
             raise ValueError("size and fraction cannot be specified at one time")
@@ -334,7 +330,7 @@ class MemoryPool:
             raise ValueError(f"memory limit size out of range: {size}")
         self._limit = size
 
-    def get_limit(self) -> int:
+    def get_limit(self):
         """Return the limit in bytes; 0 means none."""
         return self._limit
 
@@ -343,18 +339,18 @@ _local = threading.local()
 POOL = MemoryPool()
 
 
-def get_allocator() -> Callable[[int], MemoryPointer]:
+def get_allocator():
     """Return what gives this thread memory."""
     return getattr(_local, "allocator", None) or POOL.malloc
 
 
-def alloc(size: int) -> MemoryPointer:
+def alloc(size):
     """Return new memory from the current allocator."""
     return get_allocator()(size)
 
 
 @contextmanager
-def using_allocator(allocator: Any = None) -> Iterator[None]:
+def using_allocator(allocator=None):
     """Let an allocator give this thread its memory inside `with`; by default the device itself."""
     before = getattr(_local, "allocator", None)
     _local.allocator = allocator
@@ -364,7 +360,7 @@ def using_allocator(allocator: Any = None) -> Iterator[None]:
         _local.allocator = before
 
 
-def rubbish(shape: Any, dtype: Any, order: Any = "C") -> Any:
+def rubbish(shape, dtype, order="C"):
     """Return a NumPy array of NaN, or -1: what new memory must be taken for."""
     array = np.empty(shape, dtype, order)
     if array.nbytes and array.dtype.kind != "b":

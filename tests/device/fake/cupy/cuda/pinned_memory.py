@@ -3,17 +3,16 @@ themselves.
 """
 
 import weakref
-from typing import Any
 
 import numpy as np
 
-_RANGES: dict[int, int] = {}  # first address: bytes
+_RANGES = {}  # first address: bytes
 
 
 class PinnedMemory:
     """An allocation."""
 
-    def __init__(self, size: int, flags: int = 0):
+    def __init__(self, size, flags=0):
         self._owner = np.full(max(1, size), 0xFF, np.uint8)
         self.ptr = self._owner.ctypes.data
         self.size = size
@@ -31,7 +30,7 @@ class PinnedMemoryPointer(np.ndarray):  # so that it has the interface of buffer
 class PinnedMemoryPool:
     """Gives page-locked memory."""
 
-    def malloc(self, size: int) -> PinnedMemoryPointer:
+    def malloc(self, size):
         """Return new memory."""
         mem = PinnedMemory(size)
         pointer = mem._owner[:size].view(PinnedMemoryPointer)
@@ -45,12 +44,12 @@ class PinnedMemoryPool:
 POOL = PinnedMemoryPool()
 
 
-def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:
+def alloc_pinned_memory(size):
     """Return new page-locked memory."""
     return POOL.malloc(size)
 
 
-def is_pinned(array: Any) -> bool:
+def is_pinned(array):
     """Return whether a NumPy array lies in page-locked memory."""
     address = array.ctypes.data
     return any(

@@ -6,7 +6,6 @@ NNMPI_FAKE_MEMORY     bytes of each (default 16 GiB)
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
@@ -37,31 +36,31 @@ _SETTINGS = Settings(
 )
 
 
-def settings() -> Settings:
+def settings():
     """Return the settings of this process."""
     return _SETTINGS
 
 
-def getDeviceCount() -> int:
+def getDeviceCount():
     """Return the number of devices."""
     if _SETTINGS.devices < 1 or _SETTINGS.hidden:
         raise CUDARuntimeError(100)
     return _SETTINGS.devices
 
 
-def getDevice() -> int:
+def getDevice():
     """Return the current device."""
     return _SETTINGS.current
 
 
-def setDevice(device: int):
+def setDevice(device):
     """Make a device the current one."""
     if not 0 <= device < _SETTINGS.devices:
         raise CUDARuntimeError(101 if _SETTINGS.devices else 100)
     _SETTINGS.current = device
 
 
-def getDeviceProperties(device: int) -> dict[str, Any]:
+def getDeviceProperties(device):
     """Return some of the properties: an H200's, but for the name and the memory."""
     if not 0 <= device < _SETTINGS.devices:
         raise CUDARuntimeError(101 if _SETTINGS.devices else 100)
@@ -91,7 +90,7 @@ def getDeviceProperties(device: int) -> dict[str, Any]:
     }
 
 
-def memGetInfo() -> tuple[int, int]:
+def memGetInfo():
     """Return free and total bytes of the current device."""
     from cupy.cuda import memory
 
@@ -99,17 +98,17 @@ def memGetInfo() -> tuple[int, int]:
     return total - memory.POOL.total_bytes(), total
 
 
-def driverGetVersion() -> int:
+def driverGetVersion():
     """Return the newest version of CUDA that the driver knows."""
     return 13000
 
 
-def runtimeGetVersion() -> int:
+def runtimeGetVersion():
     """Return the version of the CUDA runtime."""
     return 13000
 
 
-def deviceGetPCIBusId(device: int) -> str:
+def deviceGetPCIBusId(device):
     """Return the device's place on the bus."""
     getDeviceProperties(device)
     return f"0000:{device:02X}:00.0"

@@ -8,7 +8,6 @@ cuBLAS takes and refuses is the interpreted device's business.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,90 +39,90 @@ class Handle:
     mode: int = 0
 
 
-HANDLES: dict[int, Handle] = {}
+HANDLES = {}
 # The last calls, by name: tests look at them.
-CALLS: deque[tuple[str, dict[str, int]]] = deque(maxlen=1000)
+CALLS = deque(maxlen=1000)
 
 
-def create() -> int:
+def create():
     """Return a new handle."""
     handle = 0xB1A5 + len(HANDLES)
     HANDLES[handle] = Handle()
     return handle
 
 
-def set_stream(handle: int, stream_id: int):
+def set_stream(handle, stream_id):
     """Set the stream, and forget the workspace."""
     HANDLES[handle].stream, HANDLES[handle].workspace = stream_id, (0, 0)
 
 
-def set_workspace(handle: int, workspace: int, workspace_size_in_bytes: int):
+def set_workspace(handle, workspace, workspace_size_in_bytes):
     """Give the memory in which products are computed."""
     if memory.base_of(workspace, workspace_size_in_bytes) is None:
         raise cuBLASError("INVALID_VALUE (7)")
     HANDLES[handle].workspace = workspace, workspace_size_in_bytes
 
 
-def set_math_mode(handle: int, mode: int):
+def set_math_mode(handle, mode):
     """Set how it adds up."""
     HANDLES[handle].mode = mode
 
 
 def gemm_ex(
-    handle: int,
-    transa: int,
-    transb: int,
-    m: int,
-    n: int,
-    k: int,
-    alpha: int,
-    a: int,
-    atype: int,
-    lda: int,
-    b: int,
-    btype: int,
-    ldb: int,
-    beta: int,
-    c: int,
-    ctype: int,
-    ldc: int,
-    compute_type: int,
-    algo: int,
+    handle,
+    transa,
+    transb,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    atype,
+    lda,
+    b,
+    btype,
+    ldb,
+    beta,
+    c,
+    ctype,
+    ldc,
+    compute_type,
+    algo,
 ):
     """Multiply two matrices."""
     _multiply("gemm_ex", locals() | _ONE)
 
 
 def gemm_strided_batched_ex(
-    handle: int,
-    transa: int,
-    transb: int,
-    m: int,
-    n: int,
-    k: int,
-    alpha: int,
-    a: int,
-    atype: int,
-    lda: int,
-    stride_a: int,
-    b: int,
-    btype: int,
-    ldb: int,
-    stride_b: int,
-    beta: int,
-    c: int,
-    ctype: int,
-    ldc: int,
-    stride_c: int,
-    batch_count: int,
-    compute_type: int,
-    algo: int,
+    handle,
+    transa,
+    transb,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    atype,
+    lda,
+    stride_a,
+    b,
+    btype,
+    ldb,
+    stride_b,
+    beta,
+    c,
+    ctype,
+    ldc,
+    stride_c,
+    batch_count,
+    compute_type,
+    algo,
 ):
     """Multiply the matrices of two stacks."""
     _multiply("gemm_strided_batched_ex", locals())
 
 
-def _multiply(name: str, g: dict[str, Any]):
+def _multiply(name, g):
     """Compute C = alpha op(A) op(B) + beta C for each matrix of the stacks."""
     CALLS.append((name, g))
     if HANDLES[g["handle"]].stream != _streams.current().ptr:
@@ -152,9 +151,7 @@ def _multiply(name: str, g: dict[str, Any]):
     _capture.submit(compute, g["a"], g["b"], g["c"])
 
 
-def _matrix(
-    address: int, start: int, dtype: np.dtype[Any], rows: int, columns: int, lead: int
-) -> Any:
+def _matrix(address, start, dtype, rows, columns, lead):
     """Return a view of a matrix in columns."""
     if rows == 0 or columns == 0:
         return np.empty((rows, columns), dtype)

@@ -34,6 +34,6 @@ WORDS = {
 class CUDARuntimeError(RuntimeError):
     """A call of the CUDA runtime failed."""
 
-    def __init__(self, status: int):
+    def __init__(self, status):
         self.status = status
         super().__init__(WORDS.get(status, f"cudaError{status}"))
