@@ -120,7 +120,15 @@ def main(words: Sequence[str]) -> str:
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
     check_figure(asked.svg)
-    if algorithm.endswith(ENDING):
+    is_goal = algorithm.endswith(ENDING)
+    idle = ["operation", "bytes"] if is_goal else []
+    if not is_goal and name == "render" and asked.html is None:
+        idle = ["bytes", "network"]
+    if name == "export" and asked.format == "msccl":
+        idle = ["bytes"]
+    for option in idle:
+        require(option not in given, f"--{option} changes nothing of this {name}; leave it out")
+    if is_goal:
         return _goal(name, Path(algorithm), asked)
     ranks = asked.ranks
     if ranks is None and is_program(algorithm):

@@ -82,6 +82,10 @@ class MemoryPlanConfig:
             self.model is None or self.layers == MemoryPlanConfig.layers,
             "--layers is for equal layers, and --model has its own; leave one of them out",
         )
+        require(
+            self.model is not None or self.batch == MemoryPlanConfig.batch,
+            "--batch is for --model; leave it out",
+        )
 
 
 def main(words: Sequence[str]) -> str:

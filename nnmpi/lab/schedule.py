@@ -74,7 +74,14 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
-        check_numbers(self, "zero", 0, 4)
+        require(
+            self.zero in (0, 2, 3),
+            f"--zero is {self.zero}; give 2 or 3, whose gathers and sums a schedule has",
+        )
+        require(
+            bool(self.network or self.goal) or self.bytes == ScheduleConfig.bytes,
+            "--bytes is for --network and --goal; leave it out",
+        )
         _ = self.times
         require(
             not (self.network and "SEND" in self.costs),

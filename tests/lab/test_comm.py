@@ -118,6 +118,9 @@ def test_simulate_and_list():
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
         ("simulate ring --network nowhere.json", "nowhere.json: not a readable fit"),
         ("prove ring --bytes 4", "--bytes is not an option"),
+        ("render ring --network gbit=1", "--network changes nothing of this render; leave it out"),
+        ("export ring --bytes 4", "--bytes changes nothing of this export; leave it out"),
+        ("simulate x.goal --operation all-gather", "--operation changes nothing of this"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words, sentence):

@@ -95,6 +95,8 @@ def test_the_grid_and_goal_take_the_makespan(name, tmp_path):
         ),
         (f"{COMMAND} --virtual-stages {10**20}", "give a whole number, 1 or more, and below 1e.12"),
         ("--schedule gpipe --stages 2", "--schedule is not an option; did you mean --pipeline?"),
+        (f"{COMMAND} --zero 1", "--zero is 1; give 2 or 3"),
+        (f"{COMMAND} --bytes 4", "--bytes is for --network and --goal; leave it out"),
         (f"{COMMAND} --message-ms 1", "--message-ms is not an option; did you mean --network?"),
         *(
             (

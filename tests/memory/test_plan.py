@@ -216,5 +216,6 @@ def test_the_command_draws_and_says_what_it_costs():
         (["--layers", "6", "--budget", "1"], "give at least"),
         (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
         (["--layers", "6", "--budget", "x"], "number of bytes"),
+        (["--batch", "6"], "--batch is for --model"),
     ):
         usage_error(complaint, main, ["plan", *words])
