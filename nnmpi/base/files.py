@@ -29,6 +29,7 @@ from dataclasses import is_dataclass
 from itertools import repeat
 from math import isfinite
 from pathlib import Path
+from time import sleep
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,7 @@ from nnmpi.base.errors import DataError, NnmpiError, UsageError, shortened
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
+PATIENCE = 100  # attempts to be the only one that writes a file
 # A packed file may unpack to this many times its size, plus this many bytes: tables and images
 # become 3 to 30 times as long, zeros a thousand times. A text takes longer: a row of 4 bytes costs
 # a hundred bytes and 2 microseconds.
@@ -222,9 +224,14 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
     temporary = file.parent / f".{file.name}.tmp"  # a folder such as . has no name
     with entered(file.parent, root) as parent:
         with suppress(ImportError, OSError):  # a browser and some file systems have no locks
-            from fcntl import LOCK_EX, flock
+            from fcntl import LOCK_EX, LOCK_NB, flock
 
-            flock(parent, LOCK_EX)  # two commands may write it
+            # two commands may write it; one that is stopped meanwhile is not awaited for ever
+            for _ in range(PATIENCE):
+                with suppress(BlockingIOError):
+                    flock(parent, LOCK_EX | LOCK_NB)
+                    break
+                sleep(POLL_S)
         try:
             with suppress(FileNotFoundError):
                 os.unlink(temporary.name, dir_fd=parent)  # it may be a link to another file

@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from time import sleep
 
@@ -103,9 +104,14 @@ def test_commands_write_a_file_one_after_the_other(tmp_path, monkeypatch):
 
     real = files.write_synced
     monkeypatch.setattr(files, "write_synced", slow)
+    monkeypatch.setattr(files, "PATIENCE", 20)
     with ThreadPoolExecutor() as pool:
         list(pool.map(write_atomically, [tmp_path / "report.html"] * 3, [b"a", b"b", b"c"]))
     assert len(list(tmp_path.iterdir())) == 1
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    flock(stopped, LOCK_EX)
+    write_atomically(tmp_path / "report.html", b"d")
+    os.close(stopped)
 
 
 def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
