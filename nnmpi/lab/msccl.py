@@ -419,13 +419,15 @@ def write_program(collective: Collective, ranks: int) -> str:
     from. Each step waits for the one before it.
 
     Raises:
-        UsageError: for a collective whose chunks have other places there.
+        UsageError: for a collective whose chunks have other places there, and for one rank.
         ScheduleError: for one without proof.
     """
     contract = collective.contract
     coll = next((coll for coll, name in NAMES.items() if name == contract.name), "alltoall")
     if coll == "alltoall" or contract.result is not None:
         raise UsageError(f"{contract.name} by {collective.name} is not written as a program")
+    if ranks == 1:
+        raise UsageError("one rank sends nothing, so there is no program; give at least 2")
     buffer, count, add = "o" if coll == "allgather" else "i", str(ranks), ElementTree.SubElement
     parts = str(contract.parts(ranks))
     head = {"name": collective.name, "proto": "Simple", "nchannels": "1", "inplace": "1"}

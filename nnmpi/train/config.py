@@ -159,7 +159,7 @@ class ModelConfig:
     (sample_shape, classes).
     """
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the hidden dense layers of mlp and cnn, in order. None: a linear mlp."""
+    """Widths of the hidden dense layers of mlp and cnn, in order; no number: a linear mlp."""
     activation: ActivationName = "relu"
     """Activation of mlp's hidden layers."""
     dropout: float | None = None

@@ -261,6 +261,7 @@ def test_other_files_ranks_and_operations(tmp_path, monkeypatch):
         ),
         (["export", "pairwise", "--ranks", "4"], "all-to-all by pairwise is not written"),
         (["export", "ring", "--out", f"{tmp_path}/none/x"], "cannot be written"),
+        (["export", "ring", "--ranks", "1"], "one rank sends nothing, so there is no program"),
     ):
         refuses(NnmpiError, sentence, main, words)
     monkeypatch.setattr(msccl, "MOST_BYTES", 10)
