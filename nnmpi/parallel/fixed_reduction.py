@@ -72,8 +72,8 @@ class FixedReduction(Replicas):
         if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
             raise UsageError(
                 f"this rank has a part of each of {batch.microbatches} microbatches, but reduction"
-                ' "fixed" needs whole ones; give step the batches of a Loader with rank, world,'
-                " microbatches and whole_microbatches=True"
+                ' "fixed" needs whole ones; give step the batches of a Loader with'
+                " whole_microbatches=True"
             )
         unchecked, self._is_unchecked = self._is_unchecked, False
         if unchecked and 0 in self.group.gather(len(batch.cuts)):

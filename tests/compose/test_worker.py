@@ -108,7 +108,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group):
     shared = Loader(train, 2 * many, fixed.arrangement, microbatches=many)
     for answers, text in (
         (refusal(group, worker, loader), "leave it out"),
-        (refusal(group, fixed, shared), "a Loader with rank, world, microbatches and whole_micr"),
+        (refusal(group, fixed, shared), "a Loader with whole_microbatches=True"),
     ):
         assert all(text in item if group.size > 1 else item == "" for item in answers)
 
