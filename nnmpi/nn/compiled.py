@@ -205,7 +205,10 @@ class Compiled(Settled, fixed="pool"):
         """
         recorder = Recorder()
         recorder.notes_lines, recorder.reads_mode = True, held.recorder.reads_mode
+        used = getattr(held._watch, "arrays", ())
+        recorder.watch(used)
         new = Recording(recorder, self.pool, held.known, *self._do(inputs, mode, recorder))
+        recorder.look(used)
         since, held.checked = held.checked + 1, self._number
         found = recorder.spoiled or held.difference(new)
         if not found:
@@ -442,6 +445,7 @@ class Watch:
     Attributes:
         xp: the library of the first array on a device, or NumPy.
         iterator: why a step with what was found cannot be replayed; empty if it may be.
+        arrays: of NumPy's, of any length; after a recording those in its calls.
     """
 
     iterator = ""
@@ -456,6 +460,7 @@ class Watch:
         of_numpy: Any = np.random
         self._generators: list[Any] = [of_python.__self__, of_numpy.get_bit_generator()]
         self._values: list[tuple[Array, bytes]] = []
+        self.arrays: list[Array] = []
         self._copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
         if memory is not None:
             kept = [name for name, item in memory.items() if not isinstance(item, int)]
@@ -496,6 +501,8 @@ class Watch:
         """
         written = recorder.outside(Call.target)
         self._values = [item for item in self._values if id(owner_of(item[0])) not in written]
+        used = recorder.outside(Call.arrays)
+        self.arrays = [x for x in self.arrays if id(owner_of(x)) in used]
         if self._drawn != [*map(_state, self._generators)]:
             recorder.spoil(
                 "the step draws random numbers, which replays would repeat; draw them outside and"
@@ -521,6 +528,7 @@ class Watch:
             self._held.append(item)
             self._copied.add(id(array))  # operations write to it
         elif isinstance(item, np.ndarray):
+            self.arrays.append(item)
             if item.nbytes <= MOST_BYTES:
                 self._values.append((item, item.tobytes()))
         elif isinstance(item, FunctionType):

@@ -4,6 +4,7 @@ beyond the next audit, wherever it lies; what is recorded twice is compared.
 
 import random
 import warnings
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -151,7 +152,7 @@ def calls(step, inputs, compiled):
 def trained(update):
     """Return a step with an update by hand, and its model."""
     model = nn.Linear(3, 2).initialize(seed=0, dtype="float64")
-    optimizer = sgd(model, 0.5)
+    optimizer, update = sgd(model, 0.5), deepcopy(update)
 
     def step(x, y):
         model.zero_grad()
@@ -207,6 +208,18 @@ def decides(model, optimizer, x, _):
         optimizer.step()
 
 
+class Decays:
+    """A velocity, which NumPy changes without an array of the step, and then with one."""
+
+    def __init__(self, rows):
+        self.velocity = np.zeros((rows, 2))
+
+    def __call__(self, model, *_):
+        self.velocity *= 0.9
+        self.velocity[:3] += 0.1 * model.weight.grad
+        model.weight.data -= self.velocity[:3]
+
+
 @pytest.mark.parametrize(
     "update, replayed",
     [
@@ -214,7 +227,7 @@ def decides(model, optimizer, x, _):
             (item, True)
             for item in (clips, shrinks_gradients, by_hand, on_storage, scales, averages)
         ),
-        *((item, False) for item in (assigns, decides)),
+        *((item, False) for item in (assigns, decides, Decays(3), Decays(5000))),
     ],
 )
 def test_what_a_step_does_to_weights_and_gradients_is_repeated(update, replayed):

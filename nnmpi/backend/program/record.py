@@ -21,6 +21,7 @@ from functools import partial
 from operator import attrgetter, getitem, setitem
 from threading import get_ident
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -330,6 +331,8 @@ def _apply(
     """Call a function, or `own` in its place, and record the call."""
     given = kwargs.get("out")
     values, words = _values(args), _values(kwargs) if kwargs else kwargs
+    if recorder is not None:
+        recorder.look(values, words)
     # functions among the arguments are called in each replay, too
     token = active_calls.set(None) if any(map(callable, args)) else None
     try:
@@ -392,6 +395,7 @@ class CallList:
         thread: in which they are recorded.
         active: itself, until the recording ends.
         errors: what operations want to hear of overflows and the like, for `np.errstate`.
+        watched: checksums of arrays from outside as calls have left them, by the ids of owners.
     """
 
     def __init__(self) -> None:
@@ -402,6 +406,7 @@ class CallList:
         self.thread = get_ident()
         self.active = [self]
         self.errors: dict[str, Any] = {}
+        self.watched: dict[int, int] = {}
         self._errors: dict[str, Any] = {**np.geterr()}
         self._kinds: Kinds = (np.ndarray, RecordedArray)  # of which a call names the places
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
@@ -410,6 +415,17 @@ class CallList:
     def spoil(self, reason: str) -> None:
         """Note that a replay would be wrong."""
         self.spoiled = self.spoiled or reason
+
+    def watch(self, arrays: Any) -> None:
+        """Take the values that arrays have now; from now on only calls may change them."""
+        for owner in map(owner_of, items_of(arrays, np.ndarray)):
+            self.watched[id(owner)] = crc32(owner.tobytes())
+
+    def look(self, *used: Any) -> None:
+        """Note if watched arrays have been changed by what is no call, such as `array *= 2`."""
+        for owner in map(owner_of, items_of(used, np.ndarray) if self.watched else ()):
+            if self.watched.get(id(owner)) not in (None, crc32(owner.tobytes())):
+                self.spoil("NumPy changes an array in a call without one of the step's")
 
     def wrap(self, x: Any) -> Any:
         """Return NumPy's arrays as recorded ones, anything else unchanged."""
@@ -464,6 +480,9 @@ class CallList:
             result = rebuilt(result, place, kinds, deep)
         writes = rebuilt(writes, place, kinds)
         self.calls.append(Call(function, args, kwargs, result, writes, len(self.calls)))
+        if self.watched:
+            written = items_of(self.calls[-1].target(), np.ndarray)
+            self.watch([x for x in written if id(owner_of(x)) in self.watched])
         if self.notes_lines:
             self.lines.append(users_line())
 
