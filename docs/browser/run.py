@@ -21,8 +21,9 @@ from nnmpi.lab.render.collectives import DRAWN, SHOWN_BYTES, render
 from nnmpi.lab.render.collectives import compare as compare_collectives
 from nnmpi.lab.render.schedules import compare as compare_schedules
 from nnmpi.lab.schedule import main as schedule_command
+from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import SCHEDULES, named, usual_stages
-from nnmpi.schedule.simulate import even_costs
+from nnmpi.schedule.simulate import Simulation, even_costs, simulate_schedule
 
 FILE = Path("mine.py")
 # A browser computes slowly: the pages have fewer numbers of ranks than those of the commands.
@@ -78,15 +79,18 @@ def _show_schedule(ranks: int, asked: dict[str, Any]) -> tuple[str, str]:
     words += ["--network", asked["network"]] if asked["network"] else []
     text = schedule_command(words)
     own = named(load_custom(f"{FILE}:schedule", "the program", "(rank, ranks, microbatches)"))
-    message_s = 0.0
-    if asked["network"]:
-        message_s = parse_network(asked["network"], ranks).inside.one_way(SHOWN_BYTES)
+    machine = parse_network(asked["network"], ranks, ranks) if asked["network"] else None
+
+    def simulate(one: Schedule) -> Simulation:
+        costs = even_costs(one.stages, FORWARD_S / one.virtual)
+        return simulate_schedule(one, costs, machine, lambda _: (SHOWN_BYTES,))
+
     data = compare_schedules(
         {"yours": (own, 1)} | {name: (name, usual_stages(name)) for name in SCHEDULES},
         "yours",
         ranks,
         microbatches,
-        lambda one: even_costs(one.stages, FORWARD_S / one.virtual, None, message_s),
+        simulate,
         ((), ()),
     )
     return text, make_page("schedule", "your schedule beside others", data)

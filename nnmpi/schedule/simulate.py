@@ -160,7 +160,7 @@ class ScheduleRun:
         self._posts: defaultdict[tuple[Channel, bool], list[TimedInstruction]] = defaultdict(list)
         # the end of a channel's last message
         self._free_s: defaultdict[Channel, float] = defaultdict(float)
-        self._links = machine and Links(machine)
+        self._links = machine and Links(machine, schedule.ranks)
         self._lengths = lengths
         # (clock, rank): the earliest first, so that messages start in the order of time
         self._todo = [(0.0, progress.rank) for progress in self.ranks]

@@ -92,7 +92,7 @@ def test_rows_without_microbatches_have_no_fixed_order():
         worker = make(group, {"reduction": "fixed"})
         worker.step(*rows(worker, group.rank))
 
-    usage_error(r"give step the batches of a Loader with rank, world", nnmpi.simulate, program, 2)
+    usage_error("batches of a Loader with whole_microbatches", nnmpi.simulate, program, 2)
 
 
 def test_a_loader_without_this_replicas_part_is_refused():
