@@ -255,7 +255,7 @@ def test_a_replay_makes_few_calls(real_device):
     )
     update = optim.Adam(model.storage)
 
-    compiled = nnmpi.compile(step_of(model, update))
+    compiled = nnmpi.compile(step_of(model, update=update.step))
     x, y = (
         real_device.asarray(np.ones((4, 6), "float32")),
         real_device.asarray(np.zeros(4, "int64")),

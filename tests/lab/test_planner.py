@@ -400,7 +400,7 @@ def test_a_trial_is_replayed_and_not_audited():
                 worker.step(next(batches), lr=0.0)
             return worker.passes.replay.replays
 
-    assert simulate(count, 1)[0] >= 17
+    assert simulate(count, 1)[0] >= 16  # with audits 12
 
 
 def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch):
