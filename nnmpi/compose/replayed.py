@@ -66,7 +66,7 @@ class Replay(Compiled):
     Attributes:
         replays: the number of replayed passes.
         audits: whether passes are compared with their recordings from time to time. A trial of a
-            layout, which changes nothing, does without: they took 60 % of it.
+            layout, which changes nothing, does without: they took half of it.
         failed: an error that the last pass has found, which all ranks are to raise; or None.
     """
 
