@@ -344,8 +344,8 @@ def weigh(weights: Sequence[int] | str, train: Samples) -> Array:
         return len(train) / (train.classes * np.maximum(counts, 1))
     if len(weights) != train.classes or not any(weights):
         raise UsageError(
-            f"--class-weights {' '.join(map(str, weights))} is for {train.classes} classes; give a"
-            " number for each, not 0 for all"
+            f"--class-weights {' '.join(map(str, weights))}: the data have {train.classes} classes;"
+            " give one number for each, and not only zeros"
         )
     return np.array(weights, "float64")
 

@@ -199,8 +199,8 @@ def test_weights_of_the_classes():
     assert build.weigh((0, 2, 5), train).tolist() == [0, 2, 5]
     numbers = Dataset("t", np.zeros((2, 2)), np.array([0.5, 1.5]), 0)
     for weights, samples, text in (
-        ((1, 2), train, "--class-weights 1 2 is for 3 classes; give a number for each"),
-        ((0, 0, 0), train, "not 0 for all"),
+        ((1, 2), train, "--class-weights 1 2: the data have 3 classes; give one number for each"),
+        ((0, 0, 0), train, "not only zeros"),
         ("balanced", numbers, "is for classes, which the data have not"),
     ):
         with pytest.raises(UsageError, match=text):
