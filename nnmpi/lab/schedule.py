@@ -177,9 +177,9 @@ def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:
 def _simulate(options: ScheduleConfig, schedule: Schedule) -> Simulation:
     """Return a schedule's times; the messages of all ranks share the links of --network."""
     costs, machine = _costs(options, schedule), _machine(options)
-    if machine is not None:  # a page has other numbers of ranks, too
-        ranks, nodes = schedule.ranks, machine.nodes
-        machine = replace(machine, nodes=blocks(ranks, nodes.count(nodes[0]) if nodes else ranks))
+    if machine is not None and machine.nodes:  # a page has other numbers of ranks, too
+        per_node = machine.nodes.count(machine.nodes[0])
+        machine = replace(machine, nodes=blocks(schedule.ranks, per_node))
     return simulate_schedule(schedule, costs, machine, lambda _: (options.bytes,))
 
 

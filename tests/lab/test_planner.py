@@ -161,7 +161,11 @@ HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
         ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
         ("kept", [], [STAGES, REPLICAS]),
         ("piped_s", [STAGES, HALVES], [REPLICAS, SHARED]),
-        ("least_s", [replace(SHARED, recompute=True)], [SHARED, REPLICAS]),
+        (
+            "least_s",
+            [replace(SHARED, recompute=True)],
+            [SHARED, REPLICAS, replace(SHARED, recompute=True, zero=2)],
+        ),
     ],
 )
 def test_each_measured_number_is_in_the_prices_that_it_belongs_to(field, dearer, unchanged):

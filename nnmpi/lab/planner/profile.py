@@ -12,8 +12,8 @@ their time, without messages, to that of one rank is used.
 
 A virtual machine's speed changes by a half, for a second or for minutes. So all is measured twice,
 and each number is the least; and layouts whose times are subtracted take turns. To scale each
-measurement by a short step beside it was tried: it suffers from other disturbances than long steps,
-and prices were off by 12 to 16 % in place of 4 to 13.
+measurement by a short step beside it was tried: long steps are not slower by the same factor, and a
+cnn's prices were off by 15 % in place of 7 to 13.
 
 A profile holds for what it was measured with: the kernels that ran, the processors, the ranks of
 each node. Other ones are another key. What no key can say, such as a slower clock, is found by a
