@@ -1,24 +1,29 @@
 """The place of a training in a loader's data, which updates move, and nothing else does.
 
     for batch in loader:       an EpochLoop reads batches
+        model(batch.x)         it is opened
         ...
-        optimizer.step()       the loader's Place is now behind the batch that was read last
+        optimizer.step()       the loader's Place is now behind the batch that was opened last
 
 So an evaluation, a look at the first batch and a second loop leave the training where it is, and a
-loop that was left goes on with the next batch, in this program as in a resumed one. A Worker knows
-the batch of its update. An optimizer in a loop of one's own does not: there it is the last one that
-the open loop read, of the loops in this thread.
+loop that was left goes on with the next batch, in this program as in a resumed one.
 
-The place was that of the loop before: an evaluation then moved the training, and a batch that was
-read counted as trained on.
+A Worker knows the batch of its update. An optimizer in a loop of one's own does not: there it is
+the last one that was opened in this thread, which is when its arrays were first asked for. Reading
+is not enough: a program may keep batches ready, in a list, in a queue of another thread or in a
+generator, and then those that wait have been read, but not trained on. One that opens several
+before an update, and keeps them, does not say which is trained on: it trains, but its place cannot
+be saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol
+from weakref import ref
 from zlib import crc32
 
 from nnmpi.base.errors import UsageError
@@ -41,6 +46,9 @@ class Place:
         is_restored: whether a checkpoint said so, and no update has followed.
         updates: their number in this program.
         source: of the batches of its epoch.
+        opened: the number of batches that were opened in this program.
+        finished: the epochs before this one were read to their ends by loops with updates.
+        is_unsure: whether the batch of the last update is not known; see `EpochLoop.train`.
     """
 
     trained: At = (0, 0)
@@ -49,11 +57,19 @@ class Place:
     is_restored: bool = False
     updates: int = 0
     source: Origin | None = None
+    opened: int = 0
+    finished: int = 0
+    is_unsure: bool = False
 
     @property
     def next(self) -> At:
-        """The batch with which the next loop begins."""
-        return self.trained if self.read is None else self.read
+        """The batch with which a resumed program goes on."""
+        return self.trained if self.is_trained or self.read is None else self.read
+
+    @property
+    def start(self) -> At:
+        """The batch with which this program's next loop begins: behind all that was read."""
+        return max(self.next, (self.finished, 0))
 
 
 class Origin(Protocol):
@@ -114,11 +130,20 @@ class EpochLoop:
         follows: whether the loop began at the loader's place, as `for batch in loader` does;
             otherwise the program chose the epoch, and keeps account of it.
         again: whether it reads what was trained on already, for an evaluation.
-        number, taken: of the batch that was read last.
-        read_at: the place's number of updates then; -1 before and after all.
+        number, taken: of the batch that was opened last.
+        opened_at: the place's number of updates then; -1 before and after all.
         is_open: whether more may be read.
         is_trained: whether updates were made in it.
         began_at: the place's number of updates when it began.
+        read_to: the batch that was read last.
+        waits_to: the batch that had been read last when the last update was made: those after the
+            update's own batch, up to this one, wait to be trained on.
+        reader: the thread that reads.
+        is_fed: whether updates are made in another thread, which may lag behind.
+        opened: the samples of the batches that were opened since the last update.
+        is_late: whether the batch that was opened last had been kept after the loop was over, or
+            came from another thread, whose loop may be over at any time.
+        is_unsure: whether the loop opens batches before it trains on those in front of them.
     """
 
     place: Place
@@ -128,23 +153,25 @@ class EpochLoop:
     again: bool = False
     number: int = -1
     taken: Taken | None = None
-    read_at: int = -1
+    opened_at: int = -1
     is_open: bool = True
     is_trained: bool = False
     began_at: int = 0
+    read_to: int = -1
+    waits_to: int = -1
+    reader: int = 0
+    is_fed: bool = False
+    opened: list[Callable[[], Any]] = field(default_factory=list)
+    is_late: bool = False
+    is_unsure: bool = False
 
     def __post_init__(self) -> None:
-        """Let updates in this thread find the loop."""
         self.began_at = self.place.updates
-        known = _loops.get()
-        left = {loop.place: loop for loop in known if loop.is_new and not loop.is_open}
-        kept = [*left.values()][-LEFT:]
-        _loops.set((*kept, *(loop for loop in known if loop.is_open), self))
 
     @property
     def is_new(self) -> bool:
-        """Whether there was no update on its loader's batches since one was read."""
-        return self.read_at == self.place.updates
+        """Whether there was no update on its loader's batches since one was opened."""
+        return self.opened_at == self.place.updates
 
     @property
     def had_no_updates(self) -> bool:
@@ -157,13 +184,18 @@ class EpochLoop:
         return (self.epoch + 1, 0) if last else (self.epoch, number + 1)
 
     @property
+    def is_current(self) -> bool:
+        """Whether its batches are being read, or those that were kept of it are being opened."""
+        return self.is_open or self.is_late
+
+    @property
     def is_over(self) -> bool:
         """Whether it was left behind its first batch without updates: it evaluated."""
         return not (self.is_open or self.is_trained) and self.number > self.batches.start
 
     @property
     def is_here(self) -> bool:
-        """Whether it has read the batch with which the training goes on."""
+        """Whether it has opened the batch with which the training goes on."""
         return (self.epoch, self.number) == self.place.trained
 
     @property
@@ -172,20 +204,41 @@ class EpochLoop:
         begin, place = (self.epoch, self.batches.start), self.place
         return not self.follows or place.is_trained or begin == place.trained
 
-    def read(self, taken: Taken) -> None:
+    def read(self, number: int, source: Origin | None) -> None:
         """Note that a batch was read."""
-        place, number = self.place, taken.number
-        self.number, self.taken, self.read_at = number, taken, place.updates
+        place, self.read_to, self.reader = self.place, number, get_ident()
         if self.follows and not place.is_trained and number > self.batches.start:
-            place.read, place.source = self.after(number), taken.source
+            place.read, place.source = self.after(number), source
+
+    def open(self, taken: Taken, samples: Any) -> None:
+        """Note that a batch is opened, and let updates in this thread find the loop."""
+        place = self.place
+        if not self.is_new:
+            self.opened.clear()
+        self.number, self.taken, self.opened_at = taken.number, taken, place.updates
+        self.opened.append(_reference(samples))
+        place.opened += 1
+        # a look at one batch, as in `next(iter(loader)).x`, keeps none
+        was_kept = not self.is_open and self.read_to > self.batches.start
+        self.is_late = was_kept or self.reader != get_ident()
+
+        if self not in (known := _loops.get()):
+            left = {loop.place: loop for loop in known if loop.is_new and not loop.is_open}
+            kept = [*left.values()][-LEFT:]
+            _loops.set((*kept, *(loop for loop in known if loop.is_open), self))
 
     def end(self) -> None:
-        """Note that all were read: the epoch is over, also if the last ones had no update."""
-        self.read_at = -1
+        """Note that all were read. The epoch is over, also if the last ones had no update, unless
+        the program has read ahead: then it is over with the update on the last one.
+        """
+        place = self.place
         if self.is_trained:
-            self._move(self.batches.stop)
-        elif self.follows and not self.place.is_trained:
-            self.place.read = self.after(self.batches.stop)
+            place.finished = max(place.finished, self.epoch + 1)
+            if self.waits_to <= self.number and not self.is_fed:
+                self._move(self.batches.stop)
+                self.opened_at = -1
+        elif self.follows and not place.is_trained:
+            place.read = self.after(self.batches.stop)
 
     def check(self, number: int) -> None:
         """Refuse an update on a batch if the training is elsewhere in the data.
@@ -216,9 +269,22 @@ class EpochLoop:
                 f" loader.epoch({epoch}), which does not count"
             )
 
-    def train(self, number: int) -> None:
-        """Note that an update was made on a batch."""
-        place, self.is_trained = self.place, True
+    def train(self, number: int, is_known: bool) -> None:
+        """Note that an update was made on a batch.
+
+        Args:
+            number: of the batch.
+            is_known: whether the program gave the batch itself, as to a Worker. Otherwise it is the
+                one that was opened last; if the program still holds others that it has opened
+                since the update before, it may be any of them.
+        """
+        place = self.place
+        if self.is_new and not is_known and len(self.opened) > 1:
+            self.is_unsure |= sum(samples() is not None for samples in self.opened) > 1
+        place.is_unsure = self.is_unsure and not is_known
+
+        self.is_trained, self.waits_to = True, self.read_to
+        self.is_fed |= self.reader != get_ident()
         if not place.is_trained or place.is_restored:
             place.is_trained, place.is_restored, place.read = True, False, None
         place.updates += 1
@@ -231,6 +297,14 @@ class EpochLoop:
             self.place.source = self.taken.source if self.taken else None
 
 
+def _reference(samples: Any) -> Callable[[], Any]:
+    """Return a weak reference to an array, or to nothing where there are none, as on a device."""
+    try:
+        return ref(samples)
+    except TypeError:
+        return lambda: None
+
+
 Reached = list[tuple[EpochLoop, int]]
 """Loops, and a batch of each."""
 
@@ -238,15 +312,16 @@ _loops: ContextVar[tuple[EpochLoop, ...]] = ContextVar("nnmpi_loops", default=()
 
 
 def last_read() -> Reached:
-    """Return, for each loader, the last batch that was read since its last update.
+    """Return, for each loader, the last batch that was opened since its last update.
 
-    It is that of an open loop; otherwise that of an open one with updates, for a second optimizer;
-    otherwise that of one that was left at its first batch, as in `next(iter(loader))`. Of two loops
-    over a loader, such as a look at batches beside the training, the one counts that is at the
-    training's place; otherwise one that had updates.
+    It is that of an open loop, or one of a loop whose batches the program had kept; otherwise that
+    of an open one with updates, for a second optimizer; otherwise that of one that was left at its
+    first batch, as in `next(iter(loader))`. Of two loops over a loader, such as a look at batches
+    beside the training, the one counts that is at the training's place; otherwise one that had
+    updates.
     """
     loops = _loops.get()
-    found = [loop for loop in loops if loop.is_open and loop.is_new]
+    found = [loop for loop in loops if loop.is_current and loop.is_new]
     found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if not found:
         left = [loop for loop in loops if loop.is_new and not loop.is_over]

@@ -328,7 +328,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             return self._finish(self._start(started.batch, None, started.lr))
         else:
             self._skip(started)
-        self.optimizer.note_place(started.place)
+        self.optimizer.note_place(started.place, is_known=started.batch.loop is not None)
         return self._report(started)
 
     def _pace(self, started: _Started) -> None:

@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from math import prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -62,6 +62,9 @@ RESIDENT_SHARE = 0.25
 GATHERED_BYTES = 2**24
 
 
+_ARRAYS = "x", "y", "indices", "host_y"  # what a batch has after it was opened
+
+
 @dataclass(eq=False, slots=True)
 class Batch:
     """One rank's part of a global batch.
@@ -84,6 +87,9 @@ class Batch:
         row_elements: of the longest sample of the global batch; by default of x.
         source: what decides which samples it holds; None for a batch that no Loader made.
         loop: that read it; None if no Loader made it.
+
+    A loop's batch is opened when its arrays are first asked for, and the loop notes that: so a
+    batch that a program keeps ready does not count as trained on.
     """
 
     x: Array
@@ -101,6 +107,7 @@ class Batch:
     row_elements: int = 0
     source: Origin | None = None
     loop: EpochLoop | None = field(default=None, repr=False)
+    _unopened: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -109,6 +116,26 @@ class Batch:
             item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             parts = split(self.global_rows, self.microbatches)
             self.targets = tuple(item * len(part) for part in parts)
+
+    def read_by(self, loop: EpochLoop) -> Batch:
+        """Note the loop that read it, which hears when the batch is opened; return it."""
+        self.loop = loop
+        self._unopened = tuple(getattr(self, name) for name in _ARRAYS)
+        for name in _ARRAYS:
+            delattr(self, name)
+        return self
+
+    if not TYPE_CHECKING:  # or type checkers would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Open the batch: this is called while it does not have its arrays."""
+            if name not in _ARRAYS or self._unopened is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            arrays, self._unopened = self._unopened, None
+            for each, array in zip(_ARRAYS, arrays, strict=True):
+                setattr(self, each, array)
+            self.loop.open(self.taken(), self.x)
+            return getattr(self, name)
 
     def __iter__(self) -> Iterator[Array]:
         """Yield x and y, for loops `for x, y in loader`."""
@@ -324,7 +351,7 @@ class Loader(Settled, fixed="group"):
         long as there was none, each loop goes on where the one before was left. Later a loop
         without updates reads the epoch's first batches, too, so that an evaluation reads all.
         """
-        epoch, start = self.place
+        epoch, start = self._where(self._place.start)
         rest = self._batches(epoch, range(start, len(self)), follows=True)
         yield from rest
         if start and rest.loop.had_no_updates:
@@ -337,14 +364,34 @@ class Loader(Settled, fixed="group"):
 
     @property
     def place(self) -> At:
-        """The epoch and the batch with which the next `for batch in loader` begins."""
-        (epoch, batch), source = self._place.next, self._place.source
-        # with other settings the rest of an epoch is lost: its batches were others
+        """The epoch and the batch with which the training goes on: behind its last update.
+
+        There `for batch in loader` begins, too; or with the next epoch, if the program has read
+        this one to its end and keeps batches that it will train on.
+        """
+        return self._where(self._place.next)
+
+    def _where(self, at: At) -> At:
+        """Return a place, or the next epoch if the rest of the place's own is lost."""
+        (epoch, batch), source = at, self._place.source
+        # with other settings its batches were others
         is_lost = batch and source and source.of_epochs != self._source.of_epochs
-        return (epoch + 1, 0) if is_lost else (epoch, batch)
+        return (epoch + 1, 0) if is_lost else at
 
     def state(self) -> dict[str, int]:
-        """Return the place of the training for a checkpoint, as JSON values."""
+        """Return the place of the training for a checkpoint, as JSON values.
+
+        Raises:
+            UsageError: if the program holds the arrays of several batches, so that the batch of the
+                last update is not known.
+        """
+        if self._place.is_unsure:
+            raise UsageError(
+                "it is not known on which batch the last update was made, since the arrays of"
+                " several were taken before it, as by a loop that reads ahead; keep the batches"
+                " themselves ready, and take batch.x and batch.y when you train on them, or give"
+                " the batch to worker.step"
+            )
         epoch, batch = self.place
         at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
         return at | self._source.of_epochs
@@ -366,7 +413,7 @@ class Loader(Settled, fixed="group"):
         place = self._place
         place.trained, place.read = (state["epoch"], state["batch"]), None
         place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
-        place.source = self._source
+        place.source, place.finished, place.is_unsure = self._source, 0, False
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -755,9 +802,8 @@ class Batches(Prefetch[Batch]):
         except StopIteration:
             self.loop.end()
             raise
-        batch.loop = self.loop
-        self.loop.read(batch.taken())
-        return batch
+        self.loop.read(batch.number, batch.source)
+        return batch.read_by(self.loop)
 
     def close(self) -> None:
         """See `Prefetch.close`."""

@@ -117,6 +117,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     run_id: str | None = None
     _ema = 0.0
     _places: Collection[Place] = ()  # of the loaders of the last update's batches
+    _unplaced: int = 0  # updates without a batch that a loop of this thread had opened
     _resumed: At | None = None
     lr: Any = _Followed()
     steps: Any = _Followed()
@@ -201,7 +202,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     def _step(self) -> None:
         batches = last_read()
         # one that was left may be another loader's, at whose batches the program has looked before
-        self.check_place([(loop, batch) for loop, batch in batches if loop.is_open])
+        self.check_place([(loop, batch) for loop, batch in batches if loop.is_current])
         self.apply()
         self.note_place(batches)
 
@@ -272,11 +273,12 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     " nnmpi.save and nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
                 )
 
-    def note_place(self, batches: Reached) -> None:
-        """Note that an update was made on these batches."""
+    def note_place(self, batches: Reached, is_known: bool = False) -> None:
+        """Note that an update was made on these batches; see `EpochLoop.train`."""
         places = []
+        self._unplaced += not any(loop.is_new for loop, _ in batches)
         for loop, batch in batches:
-            loop.train(batch)
+            loop.train(batch, is_known)
             if loop.follows:
                 places.append(loop.place)
         if places:
@@ -290,6 +292,20 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         known = [getattr(item, "_place", None) for item in saved]
         others = [place.trained for place in self._places if place not in known]
         return min(others, default=None) if self._places else self._resumed
+
+    def check_saved(self, saved: Collection[Any]) -> None:
+        """Refuse loaders whose batches were opened, but not where the updates were made.
+
+        Raises:
+            UsageError: saying how a loader is followed.
+        """
+        places = [item._place for item in saved if hasattr(item, "_place")]
+        if self._unplaced and any(place.opened and not place.updates for place in places):
+            raise UsageError(
+                "no update is known to have been made on the loader's batches, whose arrays were"
+                " taken in another thread or before the updates; take batch.x and batch.y where"
+                " you train on them, or give the batch to worker.step"
+            )
 
     def resume_after(self, place: Sequence[int] | None) -> None:
         """Refuse the first loop of a resumed run if it begins before this place; None for none."""

@@ -533,6 +533,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
                 "a checkpoint has no gradients, and the model has some that no update has used;"
                 " save after optimizer.step(), or after model.zero_grad() if they are not wanted"
             )
+        optimizer.check_saved(objects.values())
         plateau = getattr(optimizer.lr, "plateau", None)
         if plateau is not None and all(item is not plateau for item in objects.values()):
             raise UsageError(

@@ -2,8 +2,12 @@
 that nobody broke, whatever else was read from the loader.
 """
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
+from queue import Queue
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -245,6 +249,8 @@ def test_two_loaders_at_once(group, tmp_path, by_hand):
             resume(folder, loop.whole, **pair)
         for _ in range(rounds):
             for ours, theirs in zip(*pair.values(), strict=False):
+                if by_hand:  # one update on both: that of the other is opened, too
+                    loop.model(theirs.x)
                 loop.step(ours)
                 if not by_hand:
                     loop.step(theirs)
@@ -290,6 +296,98 @@ def test_a_loader_without_updates_goes_from_epoch_to_epoch():
         other.load(loader.state())
         assert [(batch.epoch, batch.number) for batch in other] == ORDER[2 * BATCHES + 2 :]
         assert other.place == (3, 0)
+
+
+def ahead(batches, size=3):
+    batches, ready = iter(batches), deque()
+    ready.extend(islice(batches, size))
+    while ready:
+        yield ready.popleft()
+        ready.extend(islice(batches, 1))
+
+
+def fed(batches, size):
+    """By another thread, which may be many batches ahead."""
+    waiting = Queue(size)
+    Thread(target=lambda: [*map(waiting.put, chain(batches, [None]))], daemon=True).start()
+    return iter(waiting.get, None)
+
+
+def arrays(batches):
+    return ((batch.x, batch.y) for batch in batches)
+
+
+READERS = {
+    "one after the other": iter,
+    "a list": lambda loader: iter(list(loader)),
+    "one ahead": lambda loader: ahead(loader, 1),
+    "three ahead": ahead,
+    "more than there are": lambda loader: ahead(loader, 9),
+    "a short queue": lambda loader: fed(loader, 1),
+    "a long queue": lambda loader: fed(loader, 9),
+    "chosen epochs": lambda loader: chain.from_iterable(map(loader.epoch, range(EPOCHS))),
+    "pairs": arrays,
+}
+PAIRS_AHEAD = {
+    "pairs ahead": lambda loader: ahead(arrays(loader)),
+    "a list of pairs": lambda loader: iter([*arrays(loader)]),
+    "a queue of pairs": lambda loader: fed(arrays(loader), 2),
+    "a pool's pairs": lambda loader: ThreadPoolExecutor(2).map(tuple, loader),
+}
+
+
+def train_on(read, steps, by_hand):
+    """Train on batches that a reader hands over, epoch after epoch; return the loop."""
+    (loop,) = simulate(lambda group: Loop(group, "DataParallel" if by_hand else "Worker"), 1)
+    done = 0
+    while done < steps:
+        for item in islice(read(loop.loader), steps - done):
+            done += 1
+            if loop.worker is not None:
+                loop.worker.step(*(item if isinstance(item, tuple) else [item]))
+                continue
+            x, y = item
+            loop.model.zero_grad()
+            with training(step=done):
+                loss = cross_entropy(loop.model(x), y, reduction="sum")
+            loop.parallel.backward(loss, len(y))
+            loop.optimizer.step()
+    return loop
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_batches_that_wait_were_not_trained_on(reader, by_hand, tmp_path):
+    for steps in (1, 3, 4, 5, 7):
+        loop = train_on(READERS[reader], steps, by_hand)
+        save(tmp_path / str(steps), loop.whole, loader=loop.loader)
+        (rest,) = simulate(lambda group: Loop(group, "Worker"), 1)
+        resume(tmp_path / str(steps), rest.whole, loader=rest.loader)
+        assert rest.loader.place == divmod(steps, BATCHES)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("reader", PAIRS_AHEAD)
+def test_a_place_that_nobody_knows_is_not_saved(reader, by_hand, tmp_path):
+    for steps in (1, 3):
+        loop = train_on(PAIRS_AHEAD[reader], steps, by_hand)
+        usage_error(
+            "take batch.x and batch.y w",
+            lambda: save(tmp_path, loop.whole, loader=loop.loader),  # noqa: B023
+        )
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_of_batches_is_one_update(window):
+    """Whose samples are not all held; the rest of an epoch may have an update of its own."""
+    (loop,) = simulate(lambda group: Loop(group, "DataParallel"), 1)
+    for number, (x, y) in enumerate(loop.loader, 1):
+        cross_entropy(loop.model(x), y).backward()
+        if number % window == 0 or number == BATCHES:
+            loop.optimizer.step()
+            loop.model.zero_grad()
+            assert loop.loader.place == divmod(number, BATCHES)
+            assert loop.loader.state()["batch"] == number % BATCHES
 
 
 @EACH_KIND
