@@ -42,6 +42,12 @@ LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 END_FILES = (CONFIG_FILE, "special_tokens_map.json", "config.json")  # these may name the end token
 PAIRS_FILES = ("vocab.json", "merges.txt")
+ADDED_FILE = "added_tokens.json"
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+SAVED_ANEW = (
+    f"let transformers write a {LIBRARY_FILE} with all of it:"
+    " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 MOST_TOKENS = 2**22  # fifteen times the largest vocabularies in use
 MOST_GROWTH = 100.0  # of a text; SentencePiece's forms of compatibility have up to 33 bytes
@@ -147,9 +153,86 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     ends = [*_named_ends(result.parent)]
     with foreign(result, DataError, "not a tokenizer"):
         if result.name in PAIRS_FILES:
+            _check_pairs(result.parent)
             pairs = (str(result.parent / name) for name in PAIRS_FILES)
-            return LibraryTokenizer(_of_pairs(library, *pairs), ends)
-        return LibraryTokenizer(library.Tokenizer.from_file(str(result)), ends)
+            inner = _of_pairs(library, *pairs)
+        else:
+            inner = library.Tokenizer.from_file(str(result))
+        _check_added(result.parent, inner)
+        return LibraryTokenizer(inner, ends)
+
+
+def _read_beside(folder: Path, name: str) -> dict[str, Any]:
+    """Return the dictionary of a file beside a tokenizer's; empty without the file.
+
+    Raises:
+        DataError: for a file that holds something else.
+    """
+    file = folder / name
+    if not file.is_file():
+        return {}
+    with foreign(file, DataError, "no JSON"):
+        values = read_json(file)
+    if not isinstance(values, dict):
+        raise DataError(f"{file}: it holds no JSON object")
+    return values
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Return {text: number} of the tokens that files beside a tokenizer's say were added to it."""
+    config = _read_beside(folder, CONFIG_FILE).get("added_tokens_decoder") or {}
+    added = {token["content"]: int(number) for number, token in config.items()}
+    return added | _read_beside(folder, ADDED_FILE)
+
+
+def _check_added(folder: Path, inner: Any) -> None:
+    """Refuse a tokenizer without the tokens that files beside it say were added.
+
+    Raises:
+        DataError: naming one: its text would be cut into pieces, or have another number.
+    """
+    for text, number in _added_tokens(folder).items():
+        if inner.token_to_id(text) != number:
+            raise DataError(
+                f"{folder}: a file beside the tokenizer says that {text!r} was added as token"
+                f" {number}, but its own file has no such token; {SAVED_ANEW}"
+            )
+
+
+def _check_pairs(folder: Path) -> None:
+    """Refuse pairs that are not read as GPT-2's are, by what files beside them say.
+
+    Raises:
+        DataError: for another class of tokenizer, a space before each text, a token before each
+            text, and further special tokens, which are matched as a whole.
+    """
+    config = _read_beside(folder, CONFIG_FILE)
+    named = _read_beside(folder, "special_tokens_map.json")
+    special = {
+        text
+        for values in (config, named)
+        for key, value in values.items()
+        if key.endswith(("_token", "_tokens"))
+        for item in (value if isinstance(value, list) else [value])
+        if isinstance(text := item.get("content") if isinstance(item, dict) else item, str)
+    }
+    others = sorted((special | {*_added_tokens(folder)}) - {ENDS[0]})
+    kind = config.get("tokenizer_class") or GPT2_CLASSES[0]
+
+    reason = ""
+    if kind not in GPT2_CLASSES:
+        reason = f"the class {kind}"
+    elif config.get("add_prefix_space"):
+        reason = "a space before each text (add_prefix_space)"
+    elif config.get("add_bos_token"):
+        reason = "a token before each text (add_bos_token)"
+    elif others:
+        reason = f"the token {others[0]!r}"
+    if reason:
+        raise DataError(
+            f"{folder}: {' and '.join(PAIRS_FILES)} are read as GPT-2's, but a file beside them"
+            f" names {reason}; {SAVED_ANEW}"
+        )
 
 
 def _named_ends(folder: Path) -> Iterator[str | int]:
@@ -354,6 +437,8 @@ def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
             if missing
             else "two tokens have the same number"
         )
+    if any(token.endswith("</w>") for token in numbers):
+        raise ValueError(f"its tokens mark the ends of words, as GPT-2's do not; {SAVED_ANEW}")
     if result.token_to_id(ENDS[0]) is not None:
         result.add_special_tokens([ENDS[0]])
     return result

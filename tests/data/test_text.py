@@ -3,6 +3,7 @@ kind.
 """
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -337,6 +338,44 @@ def test_a_text_comes_back(pairs, tmp_path):
             [entry.vocabulary_size],
         )
     assert len({item.identity for item in tokenizers(pairs)}) == 3
+
+
+@pytest.mark.parametrize(
+    "name, values, reason",
+    [
+        ("added_tokens.json", {"<|user|>": 260}, "the token '<|user|>'"),
+        ("tokenizer_config.json", {"add_prefix_space": True}, "a space before each text"),
+        ("tokenizer_config.json", {"add_bos_token": True}, "a token before each text"),
+        ("tokenizer_config.json", {"tokenizer_class": "CLIPTokenizer"}, "the class CLIPTokenizer"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"260": {"content": "<|user|>"}}},
+            "the token '<|user|>'",
+        ),
+        ("special_tokens_map.json", {"pad_token": {"content": "<pad>"}}, "the token '<pad>'"),
+        ("special_tokens_map.json", {"additional_special_tokens": ["and"]}, "the token 'and'"),
+    ],
+)
+def test_pairs_are_gpt2s_or_refused(pairs, name, values, reason):
+    """What files beside them add would be cut into pieces, in silence."""
+    (pairs / name).write_text(json.dumps(values))
+    data_error(f"names {re.escape(reason)}.*save_pretrained", load_tokenizer, pairs)
+
+
+def test_what_gpt2s_own_files_say_is_read(pairs):
+    end = {"content": "<|endoftext|>", "lstrip": False}
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "pad_token": None}
+    config |= {"eos_token": end, "added_tokens_decoder": {"259": end}}
+    (pairs / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(pairs).encode("and and<|endoftext|>") == [257, 258, 259]
+
+
+def test_added_tokens_are_those_of_the_tokenizers_own_file(pairs):
+    load_tokenizer(pairs).save(pairs)
+    (pairs / "added_tokens.json").write_text(json.dumps({"<|endoftext|>": 259}))
+    assert load_tokenizer(pairs).end == 259
+    (pairs / "added_tokens.json").write_text(json.dumps({"<|endoftext|>": 259, "<|user|>": 260}))
+    data_error("'<|user|>' was added as token 260, but its own file", load_tokenizer, pairs)
 
 
 def test_gpt2s_merges_are_applied(pairs):
