@@ -54,7 +54,7 @@ def read_file(
             return signature.prepare(read_rows(file, signature, say), dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
-    if file.suffix.lower() not in images.SUFFIXES:
+    if not images.is_image(file):
         raise other_kind(file)
     return read_image(file, signature, dtype, invert)
 
@@ -63,21 +63,43 @@ def find_samples(paths: Sequence[Path]) -> list[Path]:
     """Return the files among the paths, and those in folders: tables, .npz and images, by name.
 
     Raises:
-        UsageError: for a missing path, and for a folder without such files.
+        UsageError: for a missing path, for a folder without such files, and for a file in one that
+            is of another kind: it would be left out.
     """
     files = list[Path]()
     for path in paths:
         if path.is_dir():
-            ends = (*ENDINGS, ".npz", *images.SUFFIXES)
-            inside = [item for item in sorted(path.rglob("*")) if item.suffix.lower() in ends]
-            if not inside:
-                raise UsageError(f"folder {path} has neither tables nor images nor .npz files")
-            files += inside
+            files += _samples_in(path)
         elif not path.is_file():
             raise UsageError(f"there is no file {path}; give an .npz, a .csv or an image")
         else:
             files.append(path)
     return files
+
+
+def _samples_in(folder: Path) -> list[Path]:
+    """Return the files with samples in a folder and those below it, without hidden ones."""
+    inside = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    found = [
+        file
+        for file in inside
+        if file.suffix.lower() in (*ENDINGS, ".npz") or images.is_image(file)
+    ]
+    if not found:
+        raise UsageError(f"folder {folder} has neither tables nor images nor .npz files")
+
+    left = [file for file in inside if file not in found]
+    if other := next((file for file in left if file.suffix.lower() not in images.BESIDE), None):
+        raise UsageError(
+            f"{other} would be left out, since it is neither a table nor an image nor an .npz;"
+            " convert it, or move it elsewhere"
+        )
+    return found
 
 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:

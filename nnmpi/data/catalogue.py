@@ -30,9 +30,9 @@ from nnmpi.data.images import (
     IDX_EXPECTED,
     IDX_FILES,
     SUFFIXES,
-    UNREAD,
     find_part,
     has_idx,
+    is_image,
     load_cifar,
     load_classes,
     load_idx,
@@ -384,9 +384,10 @@ def _load_folder(
         return load_cifar(path, name)
     if result := load_classes(folder, name):
         return result
-    if images := [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES + UNREAD]:
+    images = (file for file in sorted(folder.rglob("*")) if file.is_file() and is_image(file))
+    if image := next(images, None):
         raise UsageError(
-            f"data set {folder}: {images[0]} is not in a folder of images per class"
+            f"data set {folder}: {image} is not in a folder of images per class"
             f" ({', '.join(SUFFIXES)}); move or convert the images, or in a program train on"
             " nnmpi.data.Loader([(numpy.asarray(PIL.Image.open(file)), number) for file, number in"
             " ...], 32)"

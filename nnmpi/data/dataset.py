@@ -261,7 +261,7 @@ class Dataset(Samples):
         columns: the names of a table's features, or empty.
         target: the name or number of a table's label column, or empty.
         encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
-        notes: sentences about what was left out of a table or replaced in it.
+        notes: sentences about what was left out of a table or replaced in it; files beside images.
 
     Raises:
         DataError: when the shapes of x and y do not match or a label is out of range.

@@ -17,6 +17,7 @@ import io
 import math
 import re
 import tarfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -160,9 +161,11 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
     return parts[0], parts[1]
 
 
-_READ = ".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .tga .pgm .ppm .pbm .pnm"
-_OTHERS = ".heic .heif .avif .jp2 .dcm .npy .psd .svg .exr"
-SUFFIXES, UNREAD = (tuple(suffixes.split()) for suffixes in (_READ, _OTHERS))
+# An image has one of these suffixes, or its content is known to Pillow.
+_IMAGES = ".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .tga .pgm .ppm .pbm .pnm"
+# What people keep beside images is left out, which is said. Any other file must be an image.
+_BESIDE = ".txt .md .csv .tsv .json .jsonl .xml .html .yaml .yml .log .db .ini .py"
+SUFFIXES, BESIDE = (tuple(suffixes.split()) for suffixes in (_IMAGES, _BESIDE))
 PIXEL_BYTES = 8  # of a pixel while it is read, at most
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
@@ -224,11 +227,11 @@ def _module(name: str) -> Any:
 def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Path]]:
     """Return {subfolder: its image files}, both sorted, or nothing if no subfolder has images.
 
-    Hidden subfolders, those that archives of macOS have, and `besides` are no classes.
+    Hidden files, hidden subfolders, those that archives of macOS have, and `besides` do not count.
 
     Raises:
         DataError: if some subfolders have images and others have none; for images in folders below
-            them, and in formats that are not read: they would be left out.
+            them, and for files that are neither images nor `BESIDE`: they would be left out.
     """
     result = {item.name: _images_in(item) for item in _folders_in(folder) if item != besides}
     empty = [name for name, files in result.items() if not files]
@@ -239,15 +242,34 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
             f"{folder / empty[0]} has no images, but other folders beside it have; remove it, or"
             f" put its images there ({', '.join(SUFFIXES)})"
         )
-    for name in result:
+    for name, images in result.items():
         left = [item for item in _folders_in(folder / name) if _images_in(item)]
-        left += [item for item in (folder / name).iterdir() if item.suffix.lower() in UNREAD]
+        left += [
+            file
+            for file in _files_in(folder / name)
+            if file not in images and file.suffix.lower() not in BESIDE
+        ]
         if left:
             raise DataError(
                 f"{left[0]} would be left out of the class {name!r}: images are read from its own"
-                f" folder, as {', '.join(SUFFIXES)}; move or convert it, or remove it"
+                f" folder, in the formats that Pillow knows ({', '.join(SUFFIXES)} and others);"
+                " move or convert it, or remove it"
             )
     return result
+
+
+def left_beside(classes: Mapping[str, Sequence[Path]], folder: Path) -> list[str]:
+    """Return a sentence about files in classes' folders that are no images, or nothing."""
+    left = [
+        file
+        for images in classes.values()
+        for file in _files_in(images[0].parent)
+        if file not in images
+    ]
+    if not left:
+        return []
+    some = "a file that is no image" if len(left) == 1 else f"{len(left)} files that are no images"
+    return [f"{some}, such as {left[0].relative_to(folder)}"]
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -258,12 +280,27 @@ def _folders_in(folder: Path) -> list[Path]:
     ]
 
 
+def _files_in(folder: Path) -> list[Path]:
+    files = (item for item in sorted(folder.iterdir()) if not item.name.startswith("."))
+    return [item for item in files if not item.is_dir()]
+
+
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
-    )
+    return [file for file in _files_in(folder) if is_image(file)]
+
+
+def is_image(file: Path) -> bool:
+    """Return whether a file is an image by its suffix or, with another or none, by its content."""
+    suffix = file.suffix.lower()
+    if suffix in SUFFIXES or suffix in BESIDE:
+        return suffix in SUFFIXES
+    if importlib.util.find_spec("PIL") is None:
+        return False
+    try:
+        with warnings.catch_warnings(action="ignore"), _module("Image").open(file):
+            return True
+    except Exception:  # Pillow's readers raise what they like for a file that is none of theirs
+        return False
 
 
 def find_part(folder: Path, names: Sequence[str], suffix: str = "") -> Path | None:
@@ -318,6 +355,7 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
         x = np.stack([read_image(file, shape) for files in classes.values() for file in files])
         counts = [len(files) for files in classes.values()]
         y = np.repeat([[*train].index(class_) for class_ in classes], counts)
-        return Dataset(name, x, y, len(train), 1 / 255, tuple(train))
+        notes = tuple(left_beside(classes, folder))
+        return Dataset(name, x, y, len(train), 1 / 255, tuple(train), notes=notes)
 
     return part(train), part(test) if test else None

@@ -64,7 +64,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f" {_samples(train, inputs.signature)}{partition}"
         ),
         *(
-            [f"columns: {with_options('; '.join(train.notes))}"]
+            [f"{_noted(train)}: {with_options('; '.join(train.notes))}"]
             if isinstance(train, Dataset) and train.notes
             else []
         ),
@@ -94,6 +94,11 @@ def _idle(run: TrainingRun, nodes: int) -> str:
     layout = "" if config.parallel.dp == AUTO else " --dp auto"
     command = f"nnmpi train --ranks {{}}{layout} ... (nnmpi speedup measures what it gains)"
     return describe_idle(command, mesh.size, mesh.size // mesh.dp, run.inputs.batch_size)
+
+
+def _noted(train: Dataset) -> str:
+    """Return what a data set's notes are about: a table's columns, or files beside images."""
+    return "columns" if train.encoding else "left out"
 
 
 def _samples(samples: Samples, signature: ModelSignature) -> str:

@@ -558,6 +558,19 @@ def test_a_held_out_part_has_any_usual_name(name, tmp_path):
     assert [len(part) for part in load(str(tmp_path))] == [6, 6]
 
 
+def test_an_image_is_what_pillow_opens(tmp_path):
+    """Whatever its suffix; and a broken one with a usual suffix is named, not left out."""
+    images = pytest.importorskip("PIL.Image")
+    names = {"a.jpe": "JPEG", "b.apng": "PNG", "c.dib": "DIB", "d.jpg_large": "JPEG", "0007": "PNG"}
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for name, form in names.items():
+            images.new("RGB", (4, 4)).save(tmp_path / label / name, form)
+    assert sum(map(len, load(str(tmp_path)))) == 2 * len(names)
+    (tmp_path / "cat/0008.png").write_bytes(b"cut off")
+    data_error(r"cat/0008\.png: cannot be read as an image", load, str(tmp_path))
+
+
 def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     """A part under a strange name, formats and folders that are not read, several images in a
     file; transparent pixels are white, whatever colour they hide.
@@ -574,7 +587,10 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     (dog / "more").rename(tmp_path / "elsewhere")
     (dog / "1.HEIC").write_text("a phone's photo")
     data_error(r"dog/1\.HEIC would be left out .*; move or convert it", load, str(tmp_path))
-    (dog / "1.HEIC").unlink()
+    (dog / "1.HEIC").rename(dog / "notes")  # a file without a suffix is an image or is named, too
+    data_error(r"dog/notes would be left out .*; move or convert it", load, str(tmp_path))
+    (dog / "notes").rename(dog / "notes.txt")
+    assert load(str(tmp_path))[0].notes == ("a file that is no image, such as train/dog/notes.txt",)
     stroke = np.zeros((4, 4, 4), np.uint8)
     stroke[0, :, 3] = 255, 255, 0, 0
     images.fromarray(stroke).save(dog / "0.png")
