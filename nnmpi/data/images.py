@@ -231,7 +231,7 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
 
     Raises:
         DataError: if some subfolders have images and others have none; for images in folders below
-            them, and for files that are neither images nor `BESIDE`: they would be left out.
+            them or beside them, and for files that are neither images nor `BESIDE`.
     """
     result = {item.name: _images_in(item) for item in _folders_in(folder) if item != besides}
     empty = [name for name, files in result.items() if not files]
@@ -241,6 +241,11 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
         raise DataError(
             f"{folder / empty[0]} has no images, but other folders beside it have; remove it, or"
             f" put its images there ({', '.join(SUFFIXES)})"
+        )
+    if stray := _images_in(folder):
+        raise DataError(
+            f"{stray[0]} is in no class's folder and would be left out; move it into one, or"
+            " elsewhere"
         )
     for name, images in result.items():
         left = [item for item in _folders_in(folder / name) if _images_in(item)]

@@ -44,7 +44,8 @@ def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> 
     return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
-FIT_ROWS = 4096
+# What a normalization is fitted to at a time: samples, and their bytes in float64.
+FIT_ROWS, FIT_BYTES = 4096, 2**25
 Draw: TypeAlias = Callable[[str, int], Integers]
 
 
@@ -98,12 +99,13 @@ class Normalize:
         """Fit the normalization that gives the training samples mean 0 and standard deviation 1.
 
         Statistics are per channel for images (n, height, width, channels), else per feature. They
-        are computed in float64, in two passes, FIT_ROWS samples at a time. A constant feature is
-        only centred (std 1).
+        are computed in float64, in two passes, over blocks of samples. A constant feature is only
+        centred (std 1).
         """
         axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
         count = prod(train.x.shape[axis] for axis in axes)
-        cuts = [np.arange(i, min(i + FIT_ROWS, len(train))) for i in range(0, len(train), FIT_ROWS)]
+        rows = min(FIT_ROWS, max(1, FIT_BYTES // (8 * max(1, prod(train.sample_shape)))))
+        cuts = [np.arange(i, min(i + rows, len(train))) for i in range(0, len(train), rows)]
         mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
         squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)
         std = np.sqrt(squares / count)

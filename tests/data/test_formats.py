@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import shutil
 import struct
 import tarfile
 import zipfile
@@ -590,6 +591,9 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     (dog / "1.HEIC").rename(dog / "notes")  # a file without a suffix is an image or is named, too
     data_error(r"dog/notes would be left out .*; move or convert it", load, str(tmp_path))
     (dog / "notes").rename(dog / "notes.txt")
+    shutil.copy(dog / "0.png", tmp_path / "train/more.png")
+    data_error(r"train/more\.png is in no class's folder", load, str(tmp_path))
+    (tmp_path / "train/more.png").unlink()
     assert load(str(tmp_path))[0].notes == ("a file that is no image, such as train/dog/notes.txt",)
     stroke = np.zeros((4, 4, 4), np.uint8)
     stroke[0, :, 3] = 255, 255, 0, 0

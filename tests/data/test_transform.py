@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError
 from nnmpi.data import ColorJitter, Compose, Cutout, Dataset, Flip, Normalize, Rotate, Shift
-from nnmpi.data.transform import integers
+from nnmpi.data.transform import FIT_BYTES, integers
 from tests.harness.refusals import refuses, usage_error
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
@@ -158,6 +160,18 @@ def test_fit_normalizes_each_channel_after_scaling():
     fitted = Normalize.fit(Dataset("images", x, np.zeros(5000, np.int64), 1, 1 / 255))
     np.testing.assert_allclose(fitted.mean, (x / 255).mean((0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(fitted.std, (x / 255).std((0, 1, 2)), rtol=1e-12)
+
+
+def test_large_images_are_fitted_in_little_memory():
+    x = np.random.default_rng(0).integers(0, 255, (400, 112, 112, 3), dtype=np.uint8)
+    data = Dataset("images", x, np.zeros(400, np.int64), 1, 1 / 255)
+    tracemalloc.start()
+    fitted = Normalize.fit(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_allclose(fitted.std, (x / 255).std((0, 1, 2)), rtol=1e-9)
+    # a block, its difference from the mean and its square; of all images these would be 240 MB
+    assert peak < 4 * FIT_BYTES
 
 
 def test_constant_channel_is_only_centred():
