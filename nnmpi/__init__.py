@@ -21,7 +21,6 @@ match command_of(sys.argv, sys.orig_argv):  # before the slow imports
     case str(command) if command:
         sys.excepthook = say_nothing_of_ctrl_c
 
-from difflib import get_close_matches  # noqa: E402
 from importlib import import_module  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -29,7 +28,7 @@ from nnmpi.base.errors import NnmpiError  # noqa: E402
 from nnmpi.base.launcher import limit_threads  # noqa: E402
 from nnmpi.base.version import VERSION  # noqa: E402
 from nnmpi.base.wings import OFFERS, offered  # noqa: E402
-from nnmpi.base.words import missing_from  # noqa: E402
+from nnmpi.base.words import missing_from, nearest  # noqa: E402
 
 limit_threads()  # must come before NumPy is loaded
 
@@ -146,5 +145,5 @@ def __getattr__(name: str) -> Any:
         return value
     if name in __all__:  # a package, or what a wing offers
         return offered(name) if name in OFFERS else import_module(f"nnmpi.{name}")
-    close = get_close_matches(name, __all__, 1)
+    close = nearest(name, __all__)
     return missing_from("nnmpi", name, f"; did you mean {close[0]!r}?" if close else "")

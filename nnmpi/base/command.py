@@ -21,7 +21,6 @@ option is spelled as its user writes it.
 """
 
 import ast
-import difflib
 import inspect
 import os
 import re
@@ -62,7 +61,7 @@ from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
 from nnmpi.base.version import VERSION
-from nnmpi.base.words import instead, rows
+from nnmpi.base.words import instead, nearest, rows
 
 T = TypeVar("T")
 Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
@@ -566,7 +565,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if text and not flags or near and not re.fullmatch(r"(--[\w-]+(, )?)+", text):
         return instead(flag_of(name))
     if not text:
-        near = difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
+        near = nearest(name, plain, 3)
     return (
         f"; did you mean {' or '.join(plain[item].replace('_', '-') for item in near)}?"
         if near

@@ -8,6 +8,7 @@ such error.
 import re
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from inspect import signature
@@ -18,11 +19,15 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 TABLE = Path(__file__).with_name("names.md")
 PAGE = "docs/reference/names.md"
+OWNERS = "model", "optimizer", "x"  # whose attributes have rows of their own
 # variables and Python's words in a row's code
 _OTHERS = """
 torch nn hvd self model optimizer layer layers loss pred values places mask value parameter worker
 scheduler schedule lstm key for in py python np print False True None
 """
+# Names are guessed by their letters only where most of them agree: of shorter likenesses nearly all
+# were others' names ("atan2", and "data" was proposed).
+LIKENESS = 0.8
 _SUBJECT = re.compile(r"(?:[\w.]+\.)?([A-Za-z_]\w*)(?=\(|$|=)")
 
 
@@ -30,8 +35,9 @@ _SUBJECT = re.compile(r"(?:[\w.]+\.)?([A-Za-z_]\w*)(?=\(|$|=)")
 def rows() -> dict[str, str]:
     """Return what to write instead of each name.
 
-    Of an argument "name=", of one function or class alone "f.name=", of an option "--name". A row's
-    subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
+    Of an argument "name=", of one function or class alone "f.name=", of an option "--name", of an
+    attribute of models, optimizers and tensors alone "model.name", "optimizer.name", "x.name". A
+    row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
     """
     subjects, others = dict[str, str](), dict[str, str]()
     for line in _lines():
@@ -46,6 +52,8 @@ def rows() -> dict[str, str]:
             subject, plain = _SUBJECT.match(code), re.sub(r'"[^"]*"', "", code)
             for name in re.findall(r"[A-Za-z_]\w+", plain):
                 others.setdefault(name, text)
+            if owned := re.match(rf"({'|'.join(OWNERS)})\.(\w+)(?=\(|$)", code):
+                subjects.setdefault(f"{owned[1]}.{owned[2]}", text)
             if subject:
                 subjects.setdefault(subject[1], text)
                 for name in re.findall(r"(\w+=)(?!=)", plain.partition("(")[2]):
@@ -79,6 +87,11 @@ def instead(name: str) -> str:
     return f"; in nnmpi: {text} ({PAGE})" if text else ""
 
 
+def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Return the known names that are like a name, in letters; see `LIKENESS`."""
+    return get_close_matches(name, [*known], count, LIKENESS)
+
+
 def _plain(name: str) -> str:
     """Return a class's name in any number of dimensions: "Conv2d" -> "Conv"."""
     return re.sub(r"\dd$", "", name)
@@ -90,21 +103,33 @@ def _instead_of_argument(name: str, *owners: str) -> str:
     return next(filter(None, map(instead, keys)), "")
 
 
-def raise_missing(owner: object, name: str) -> Any:
-    """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
+def raise_missing(owner: object, name: str, word: str = "") -> Any:
+    """Raise the error of a missing attribute: a class's `__getattr__`, or its end.
+
+    Args:
+        owner: the object.
+        name: of the attribute.
+        word: which of OWNERS it is.
+    """
     kind = type(owner)
     if hasattr(kind, name):  # a property, which raises its own error again
         return object.__getattribute__(owner, name)
-    return _raise_missing(owner, name, instead(name) if name not in _of_tensors_only() else "")
+    more = instead(f"{word}.{name}")
+    if not more and name not in _of_tensors_only():
+        more = instead(name)
+    return _raise_missing(owner, name, more)
 
 
-def _raise_missing(owner: object, name: str, more: str | None = None) -> NoReturn:
-    more = instead(name) if more is None else more
+def _raise_missing(owner: object, name: str, more: str) -> NoReturn:
     raise AttributeError(
         f"{type(owner).__name__!r} object has no attribute {name!r}{more}",
         name=name,
         obj=owner,
     )
+
+
+def _raise_missing_of_tensor(owner: object, name: str) -> NoReturn:
+    _raise_missing(owner, name, instead(f"x.{name}") or instead(name))
 
 
 def offer(package: str) -> list[str]:
@@ -141,7 +166,7 @@ def add_missing(kind: type) -> None:
     """Let a tensor's class answer to the names; `__getattr__` would slow down all attributes."""
     for name in _subjects("x|pred|parameter"):
         if not hasattr(kind, name):
-            setattr(kind, name, property(partial(_raise_missing, name=name)))
+            setattr(kind, name, property(partial(_raise_missing_of_tensor, name=name)))
 
 
 def refuse_words(function: str, words: Iterable[str]) -> None:

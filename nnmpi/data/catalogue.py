@@ -10,7 +10,6 @@ PATH                     .csv[.gz], .npz                split by seed, unless th
                                                         test.csv; a folder of images per class
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import numpy as np
 from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
+from nnmpi.base.words import nearest
 from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
@@ -353,7 +353,7 @@ def _existing(text: str) -> Path:
             return path
     if path.suffix or len(path.parts) > 1:
         raise UsageError(f"data set {text!r}: no such file or folder")
-    near = difflib.get_close_matches(text.lower().replace("_", "-"), NAMES, n=2, cutoff=0.5)
+    near = nearest(text.lower().replace("_", "-"), NAMES, 2)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(
         f"data set {text!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or the path of a"

@@ -282,7 +282,7 @@ class Module(Settled):
             raise UninitializedError(
                 "this model has no storage yet; call model.initialize(seed=0) first"
             )
-        return raise_missing(self, name)
+        return raise_missing(self, name, "model")
 
     def __repr__(self) -> str:
         """Show the module tree with kinds, shapes and the number of parameters.

@@ -122,7 +122,9 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     lr: Any = _Followed()
     steps: Any = _Followed()
     if not TYPE_CHECKING:
-        __getattr__ = raise_missing
+
+        def __getattr__(self, name: str) -> Any:
+            return raise_missing(self, name, "optimizer")
 
     def __init__(
         self,

@@ -81,6 +81,55 @@ from nnmpi.tensor.shape import (
 Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
 
 
+# What is written for NumPy's functions, where it is no method of that name.
+_WRITTEN = MappingProxyType(
+    {
+        "add": "x + y",
+        "subtract": "x - y",
+        "multiply": "x * y",
+        "divide": "x / y",
+        "power": "x ** y",
+        "matmul": "x @ y",
+        "absolute": "abs(x)",
+        "negative": "-x",
+        "square": "x ** 2",
+        "reciprocal": "1 / x",
+        "amax": "x.max()",
+        "amin": "x.min()",
+        "where": "nnmpi.tensor.where(...)",
+        "stack": "nnmpi.tensor.stack(...)",
+        "maximum": "nnmpi.tensor.maximum(...)",
+        "minimum": "nnmpi.tensor.minimum(...)",
+        "concatenate": "nnmpi.tensor.concatenate(...)",
+    }
+)
+
+
+def _refuse_numpys(name: str) -> NoReturn:
+    """Refuse one of NumPy's functions for a tensor, with what to write instead.
+
+    Raises:
+        UsageError: always.
+    """
+    ours = _WRITTEN.get(name) or (f"x.{name}(...)" if callable(vars(Tensor).get(name)) else "")
+    told = f"; where a gradient is needed, write {ours}" if ours else instead(name)
+    raise UsageError(f"numpy.{name} takes arrays; of a tensor, give x.numpy() for the values{told}")
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Return whether a value, or one in its lists, is a tensor that needs a gradient."""
+    if isinstance(value, list | tuple):
+        return any(map(_needs_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _values(value: Any) -> Any:
+    """Return a value with the arrays of the tensors in its lists."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_values, value)) if type(value) in (list, tuple) else value
+    return np.asarray(value) if isinstance(value, Tensor) else value
+
+
 class _Size(int):
     """A number of elements, which PyTorch's users call."""
 
@@ -282,11 +331,15 @@ class Tensor(Drawn, Variable):
         name = ufunc.__name__
         if name in REFLECTED and method == "__call__" and not named and inputs[1] is self:
             return getattr(self, f"__{REFLECTED[name]}__")(inputs[0])
-        ours = f"write x.{name}(...)" if callable(vars(Tensor).get(name)) else "use its operators"
-        raise UsageError(
-            f"numpy.{name} takes arrays; of a tensor, give x.numpy() for the values, and where a"
-            f" gradient is needed {ours}"
-        )
+        return _refuse_numpys(name if method == "__call__" else f"{name}.{method}")
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, named: Any
+    ) -> Any:
+        """Compute `numpy.argmax(x)` of the values; refuse where a gradient would be lost."""
+        if _needs_gradient([args, list(named.values())]):
+            _refuse_numpys(function.__name__)
+        return function(*_values(args), **{name: _values(item) for name, item in named.items()})
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.array(self._lent().numpy(), dtype, copy=copy)
@@ -300,9 +353,10 @@ class Tensor(Drawn, Variable):
 
     def _lent(self) -> Tensor:
         """Return the tensor for a library that knows no graph, or refuse."""
-        if self.requires_grad and self._data.ndim:  # the graph would silently end there
+        if self.requires_grad:  # the graph would silently end there
             raise GraphError(
-                "a tensor that needs a gradient is not an array; use x.numpy() or x.detach()"
+                "a tensor that needs a gradient is not an array; use x.numpy(), x.detach(), or"
+                " loss.item() for the number, and nnmpi.tensor.stack where a gradient is needed"
             )
         refuse("a tensor's array (numpy)")
         return self

@@ -175,6 +175,81 @@ def test_what_is_called_and_is_no_function_of_that_form(call, right):
     assert f"; in nnmpi: {right}" in told(call)
 
 
+@pytest.mark.parametrize(
+    "owner, names",
+    [
+        (MODEL, "fit compile evaluate predict summary save add get_weights register_forward_hook"),
+        (MODEL, "training_step log from_pretrained push_to_hub get_submodule count_params"),
+        (nn, "SELU CELU MaxPool3d EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
+        (nnmpi, "clip equal isclose vmap grad einsum linalg fft Generator atan2 sparse Trainer"),
+        (optim, "Lion LAMB LARS Lookahead ExponentialLR apply_updates"),
+        (data, "Mixup RandAugment Resize IterableDataset StratifiedKFold DataLoader"),
+    ],
+)
+def test_words_of_other_libraries_users_are_answered(owner, names):
+    for name in names.split():
+        assert "; in nnmpi: " in told(lambda name=name: getattr(owner, name)), name
+
+
+def test_an_attribute_is_answered_for_its_owner():
+    """A model's `add` is Keras', a tensor's PyTorch's."""
+    assert "nnmpi.nn.Sequential(*model, layer)" in told(lambda: MODEL.add)
+    assert "x + y" in told(lambda: X.add)
+
+
+def test_names_are_guessed_only_where_most_letters_agree():
+    for name, meant in (("compil", "compile"), ("Wrker", "Worker"), ("simulte", "simulate")):
+        assert f"did you mean '{meant}'" in told(lambda name=name: getattr(nnmpi, name))
+    for name in ("dota", "sparce", "saving", "comp"):
+        assert "did you mean" not in told(lambda name=name: getattr(nnmpi, name))
+
+
+def recipe(code, place):
+    """Return the code of a row's right side, which must stand there."""
+    (right,) = {right for other, right in table() if other == code}
+    assert place in right
+    return place
+
+
+def test_recipes_have_pytorchs_values_and_gradients_where_a_square_root_is_0():
+    x = Tensor(np.array([0.0, 0.0, 0.0]), requires_grad=True)
+    s = (x * x).sum()
+    code = recipe("x.norm()", "nnmpi.tensor.where(s > 0, s, 1).sqrt() * (s > 0)")
+    eval(code, {"nnmpi": nnmpi, "s": s}).backward()
+    assert x.grad.tolist() == [0, 0, 0]
+
+    y = Tensor(np.array([2.0, 2.0, 2.0]), requires_grad=True)
+    v = y.var(correction=1)
+    code = recipe("x.std()", "nnmpi.tensor.where(v > 0, v, 1).sqrt() * (v > 0)")
+    eval(code, {"nnmpi": nnmpi, "v": v}).backward()
+    assert y.grad.tolist() == [0, 0, 0]
+
+    code = recipe(
+        "CosineSimilarity",
+        "(x * y).sum(-1) / ((x * x).sum(-1) * (y * y).sum(-1)).clip(1e-16, None).sqrt()",
+    )
+    rows = {"x": Tensor(np.array([[0.0, 0], [1, 1]])), "y": Tensor(np.array([[1.0, 0], [2, 2]]))}
+    np.testing.assert_allclose(eval(code, rows).numpy(), [0, 1])
+
+
+def test_numpys_functions_are_answered_where_a_gradient_would_be_lost():
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    for call, right in (
+        (lambda: np.sum(x), r"write x\.sum\("),
+        (lambda: np.max(x), r"write x\.max\("),
+        (lambda: np.abs(x), r"write abs\(x\)"),
+        (lambda: np.stack([x, x]), r"write nnmpi\.tensor\.stack"),
+        (lambda: np.prod(x), r"in nnmpi: of positive numbers"),
+        (lambda: np.ones(3) % x, "in nnmpi: there is none"),
+        (lambda: np.kron(x.sum(), np.ones(2)), "in nnmpi: there is none"),
+        (lambda: np.array([x.sum(), x.mean()]), r"loss\.item\(\) for the number"),
+        (lambda: np.mean([x.sum()]), r"loss\.item\(\) for the number"),
+    ):
+        refuses(nnmpi.NnmpiError, right, call)
+    free = x.detach()
+    assert np.sum(free) == 3 and np.argmax(free) == 0 and np.stack([free, free]).shape == (2, 3)
+
+
 def test_arguments_that_nobody_has_are_pythons_error():
     """With those that there are."""
     assert told(lambda: typed.nn.Linear(3, 4, lost=1)).endswith(

@@ -118,7 +118,7 @@ def test_a_tensor_lends_its_memory():
     assert np.shares_memory(lent, X)
     refuses(
         GraphError,
-        r"not an array; use x.numpy\(\) or x.detach",
+        r"not an array; use x.numpy\(\), x.detach\(\), or loss.item",
         lambda: np.from_dlpack(Tensor(X, requires_grad=True)),
     )
     torch = pytest.importorskip("torch")

@@ -23,6 +23,8 @@ from random import Random
 from sys import float_info
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from nnmpi.asynchronous.consistency import WorkerClocks
 from nnmpi.base.command import suggest
 from nnmpi.base.custom import call_user
@@ -332,7 +334,7 @@ def judge_rule(cases: Cases, function: Solver, *_: object) -> str:
     tried = 0
     for case, values, expected in cases(Random(secrets.randbits(64))):
         tried += 1
-        result = call(function, *values)
+        result = _plain(call(function, *values))
         if isinstance(expected, float):
             if not isinstance(result, int | float) or abs(result) > float_info.max:
                 raise WrongAnswer(
@@ -343,6 +345,12 @@ def judge_rule(cases: Cases, function: Solver, *_: object) -> str:
         elif type(result) is not type(expected) or result != expected:
             raise WrongAnswer(f"{case}: it gives {result!r}, but must give {expected!r}")
     return f"in {tried} cases"
+
+
+def _plain(result: Any) -> Any:
+    """Return Python's value of one of NumPy's, such as what `numpy.min(steps) <= 3` gives."""
+    is_one = isinstance(result, np.generic) or (isinstance(result, np.ndarray) and not result.ndim)
+    return result.item() if is_one else result
 
 
 RING = ALGORITHMS["ring"]

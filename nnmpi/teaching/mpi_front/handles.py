@@ -6,11 +6,11 @@ equal; a handle that is null, because nothing was made or it was freed, is false
 
 import sys
 from collections.abc import Iterable
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from nnmpi.base.errors import CommError, is_own
+from nnmpi.base.words import nearest
 
 MODULE = "mpi4py.MPI"
 ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
@@ -55,7 +55,7 @@ def refuse(self, name):
     """Refuse an attribute that the simulated MPI lacks, and name those that are like it."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
     others = [item for item in dir(self) if item[0] != "_" and item != name]
-    close = get_close_matches(name, others, cutoff=0.75)
+    close = nearest(name, others, 3)
     like = f"; {whose} has {', '.join(close)}" if close else ""
     raise AttributeError(
         f"the simulated MPI has no {whose}.{name}{like}; docs/reference/mpi4py.md lists its calls"

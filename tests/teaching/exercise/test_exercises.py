@@ -44,6 +44,17 @@ def test_a_right_solution_passes(name):
     )
 
 
+def test_a_rule_may_return_numpys_values():
+    """Which are no Python's: `numpy.min(steps) <= 3` is `numpy.True_`."""
+
+    def by_numpy(steps, worker, bound):
+        return steps[worker] - np.min(steps) <= bound
+
+    assert EXERCISES["ssp-rule"].check(by_numpy).startswith("right in")
+    with pytest.raises(WrongAnswer, match="it gives 1, but must give True"):
+        EXERCISES["ssp-rule"].check(lambda *given: np.int64(by_numpy(*given)))
+
+
 def test_defects_are_many_and_one_is_found_by_a_number_alone():
     """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too
     much.
