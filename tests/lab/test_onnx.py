@@ -12,8 +12,13 @@ from benchmarks.training.zoo import MODELS, TEXT
 from nnmpi import Tensor, models, nn, ops
 from nnmpi.base.errors import NnmpiError
 from nnmpi.commands.export import main as export
+from nnmpi.lab.onnx import operators
+from nnmpi.lab.onnx.graph import GraphValue, OnnxGraph
 from nnmpi.lab.onnx.operators import ROWS
 from nnmpi.lab.onnx.trace import trace
+from nnmpi.ops.activation import Soft
+from nnmpi.ops.attention import KeyValues
+from nnmpi.ops.experts import Experts, Gate
 from nnmpi.tensor import concatenate, maximum, where
 from nnmpi.tensor.function import Function
 from nnmpi.train.cli import main as train
@@ -76,8 +81,16 @@ OWN = {
     ),
     "reductions": (
         lambda m, x: (x.sum(1) + x.mean((1, 2), keepdims=True)[:, 0] + x.var(2)[:, :1]
-                      + x.min(2)[:, :1] + x.var(2, correction=0)[:, 1:2]),
+                      + x.min(2)[:, :1] + x.var(2, correction=0)[:, 1:2] + x.sum(())[:, 0]
+                      + x.max(())[:, 1] + x.mean(())[:, 1] + x.var(())[:, 2]),
         {}, (3, 4),
+    ),
+    "a number": (lambda m, x: x.sum() * 2 + 1, {}, (3,)),
+    "slices": (
+        lambda m, x: (x[-3:], x[:9], x[:, 1:9, ::-1], x[:, 9:1:-2], x[:, -9:3, 2:0:-1], x[:, :5],
+                      x[:, :-9:-1], x[:, 2, None, -1], x[:, -2:0:-1], x[::-1, -3::-2],
+                      x[:, np.array([1, 0], "uint8")], x[:, :, (-1, 2)]),
+        {}, (5, 4),
     ),
     "shapes": (
         lambda m, x: concatenate(
@@ -93,7 +106,7 @@ OWN = {
     "activations": (
         lambda m, x: ops.gelu(x) + ops.gelu(x, "tanh") + ops.silu(x) + ops.elu(x, 0.7) + ops.tanh(x)
         + ops.leaky_relu(x, 0.2) + ops.softplus(x, 2.0) + ops.sigmoid(x) + ops.softmax(x)
-        + ops.log_softmax(x, 1),
+        + ops.log_softmax(x, 1) + ops.softplus(x, 0.5, 0.1) + ops.softplus(x, 3.0, 0.0),
         {}, (3, 4),
     ),
     "pooled": (
@@ -108,9 +121,12 @@ OWN = {
         (9, 8, 2),
     ),
     "pools": (
-        lambda m, x: concatenate([m.a(x).reshape(len(x), -1), m.b(x).flatten(), m.c(x)], 1),
+        lambda m, x: concatenate([
+            m.a(x).reshape(len(x), -1), m.b(x).flatten(), m.c(x), m.d(x).flatten(),
+            m.e(x).flatten(), m.f(x).flatten()], 1),
         {"a": nn.AdaptiveAvgPool2d((2, 3)), "b": nn.AdaptiveAvgPool2d(2),
-         "c": nn.GlobalAvgPool2d()}, (6, 6, 2),
+         "c": nn.GlobalAvgPool2d(), "d": nn.AvgPool2d(6, 1, 1), "e": nn.AvgPool2d(6, 2, (0, 3)),
+         "f": nn.AvgPool2d(6, 3)}, (6, 6, 2),
     ),
     "sequences": (
         lambda m, x: m.d(m.c(m.b(m.a(x)))) + m.e(x),
@@ -118,7 +134,10 @@ OWN = {
          "d": nn.LayerNorm((6, 4)), "e": nn.MultiheadAttention(4, 2)}, (6, 4),
     ),
     "attention": (
-        lambda m, x: ops.scaled_dot_product_attention(x, x * 2, x + 1, causal=True), {}, (2, 5, 3),
+        lambda m, x: (
+            ops.scaled_dot_product_attention(x, x * 2, x + 1, causal=True),
+            ops.scaled_dot_product_attention(x[:, :, :2], x * 2, x[..., :1]),
+        ), {}, (2, 5, 3),
     ),
     "volumes": (lambda m, x: m.a(x), {"a": nn.Conv3d(2, 3, 2, padding=1)}, (3, 4, 4, 2)),
     "recurrent": (
@@ -134,9 +153,11 @@ OWN = {
     "lengths": (
         lambda m, x, n: m.a(x, lengths=n), {"a": nn.LSTM(3, 4, bidirectional=True)}, (6, 3)
     ),
+    "indices": (lambda m, x, n: (x[:, n - 1], m.a.weight[n - 2]), {"a": nn.Linear(5, 4)}, (6, 3)),
 }  # fmt: skip
 
 
+WITH_INTEGERS = "lengths", "indices"
 CASES = ZOO | {name: (partial(Own, f, **layers), (1, *x)) for name, (f, layers, x) in OWN.items()}
 
 
@@ -151,7 +172,7 @@ def case(name):
         if name in TEXT or name.startswith(("models.lstm", "models.gpt")):
             return (RANDOM.integers(0, 65, (n, *shape)),)
         x = RANDOM.standard_normal((n, *shape)).astype("f4")
-        return (x, RANDOM.integers(1, 7, n)) if name == "lengths" else (x,)
+        return (x, RANDOM.integers(1, 7, n)) if name in WITH_INTEGERS else (x,)
 
     return model, batch
 
@@ -195,9 +216,26 @@ class Doubled(Function):
         return x * 2
 
 
+def squared(x, scale):
+    """What is made as ELU is, and is none."""
+    return x * x * scale, 2 * x * scale
+
+
 HERE = r"test_onnx\.py:\d+\)"
 REFUSED = {
     "a Function": (lambda m, x: Doubled()(x), rf"the operation Doubled \(.*{HERE} has no counter"),
+    "a soft function": (
+        lambda m, x: Soft(squared, 1.0)(x),
+        rf"the function squared \(.*{HERE} has no counterpart",
+    ),
+    "a slice of the batch": (lambda m, x: x[:3], "other operations for 3 rows than for 2"),
+    "a row of the batch": (lambda m, x: x[-2::-1], rf"numbers that depend on the batch.*{HERE}"),
+    "no rows": (lambda m, x: x[:, -9::-1], rf"a slice without elements \(.*{HERE} has"),
+    "no elements": (lambda m, x: x[:, :0].reshape(len(x), 0), rf"without elements \(.*{HERE} has"),
+    "a cache": (
+        lambda m, x: ops.attention(x[:, None], 1, before=KeyValues()),
+        rf"a cache .*{HERE} has no",
+    ),
     "a loss": (lambda m, x: ops.mse(x, x), rf"the operation Elementwise.*{HERE} has no"),
     "dropout": (lambda m, x: ops.dropout(x, key=(1, 2)), rf"the operation Dropout \(.*{HERE} has"),
     "booleans": (lambda m, x: x[:, np.array([True, False, True])], rf"index of booleans.*{HERE}"),
@@ -211,6 +249,27 @@ REFUSED = {
     "a loop": (lambda m, x: sum((x[i] for i in range(len(x))), x), "other operations for 3 rows"),
     "no tensor": (lambda m, x: {"y": x}, "returns a tensor or several; this one returns {'y'"),
 }
+
+
+@pytest.mark.parametrize("form, sentence", [("RELU", "the activation RELU"), ("exp", "exp \\(")])
+def test_a_form_without_a_row_is_refused(form, sentence, tmp_path, monkeypatch):
+    """It is not taken for an operator of its name."""
+    others = {name: op for name, op in operators.POINTWISE.items() if name != form}
+    monkeypatch.setattr(operators, "POINTWISE", others)
+    monkeypatch.setattr(operators, "ACTIVATIONS", {})
+    model = Own(lambda m, x: ops.relu(x.exp()) if form == "exp" else ops.relu(x)).initialize(seed=0)
+    refuses(
+        NnmpiError,
+        sentence,
+        lambda: nnmpi.to_onnx(model, np.ones((2, 3), "f4"), tmp_path / "x.onnx"),
+    )
+
+
+def test_experts_of_other_ranks_are_refused():
+    """A file has those of this rank alone."""
+    function = Experts(Gate(1, None, 0.0), "ranks", None, int)
+    x = GraphValue(OnnxGraph(), np.ones((1, 2, 3), "f4"))
+    refuses(NnmpiError, "over several ranks has no counterpart", ROWS[Experts], function, x.like, x)
 
 
 @pytest.mark.parametrize("name", REFUSED)

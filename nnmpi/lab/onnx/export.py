@@ -71,7 +71,7 @@ def to_onnx(
         _graph(model, [np.repeat(x[:1], n, axis=0) for x in inputs], channels == FIRST)
         for n in (2, 3)
     )
-    _merge(graph, other)
+    _merge(graph, other, next(iter(ends)))
     file = _serialized(graph, ends, others, metadata or {})
     with raised_as(UsageError, f"{path} cannot be written"):
         write_atomically(Path(path), file)
@@ -118,8 +118,8 @@ def _graph(
     return graph, ends
 
 
-def _merge(two: OnnxGraph, three: OnnxGraph) -> None:
-    """Make a graph of 2 rows one for any batch, given that of 3 rows."""
+def _merge(two: OnnxGraph, three: OnnxGraph, given: str) -> None:
+    """Make a graph of 2 rows one for any batch, given that of 3 rows, and the name of an input."""
     for a, b in zip_longest(two.nodes, three.nodes):
         if a is None or b is None or a[:4] != b[:4]:
             raise UsageError(
@@ -135,7 +135,7 @@ def _merge(two: OnnxGraph, three: OnnxGraph) -> None:
         if name in shapes and (x != y).sum() == 1:
             two.constants[name] = np.where(x == y, x, -1)
         elif len(axes) == 1 and (y == (row := x.take([0], axes[0]))).all():
-            _repeat(two, name, row, axes[0])  # such as an initial state of zeros
+            _repeat(two, name, row, axes[0], given)  # such as an initial state of zeros
         else:
             line = next(node.line for node in two.nodes if name in node.inputs)
             raise UsageError(
@@ -144,11 +144,10 @@ def _merge(two: OnnxGraph, three: OnnxGraph) -> None:
             )
 
 
-def _repeat(graph: OnnxGraph, name: str, row: Array, axis: int) -> None:
+def _repeat(graph: OnnxGraph, name: str, row: Array, axis: int, given: str) -> None:
     """Let a constant that is the same along an axis be as long there as the batch."""
     body, graph.nodes = graph.nodes, []
-    batch = next(x for node in body for x in node.inputs if x.startswith("input"))
-    size = GraphValue(graph, row, graph.node("Shape", [batch])).add("Slice", [0], [1])
+    size = GraphValue(graph, row, graph.node("Shape", [given])).add("Slice", [0], [1])
     lengths = [*row.shape[:axis]], size, [*row.shape[axis + 1 :]]
     shape = graph.node("Concat", map(size.read, lengths), axis=0)
     del graph.constants[name]
@@ -188,7 +187,7 @@ def _serialized(
         for op, inputs, outputs, attributes, _ in graph.nodes
     ]
     constants = [
-        numpy_helper.from_array(np.ascontiguousarray(x), name)
+        numpy_helper.from_array(np.asarray(x, order="C"), name)
         for name, x in graph.constants.items()
     ]
     body = helper.make_graph(nodes, "nnmpi", described[:split], described[split:], constants)

@@ -90,7 +90,8 @@ class GraphValue:
         """Add a node that works on each element, in the layout in which its inputs are."""
         inputs = self, *others
         values = [x for x in inputs if isinstance(x, GraphValue) and x.like.ndim]
-        if all(x.name for x in values) or not all(x.planes for x in values):
+        alike = len({x.like.ndim for x in values}) == 1  # else axes pair up from the last one on
+        if not alike or all(x.name for x in values) or not all(x.planes for x in values):
             return self.add(op, *others, **attributes)
         names = (x.planes if x in values else self.read(x) for x in inputs)
         return self.as_planes(op, names, **attributes)

@@ -2,7 +2,7 @@
 
 A row is (operation, its result, its inputs) -> the result's value. Operations that only
 losses and training have (dropout, statistics of a batch) have none, and neither has a Function of a
-user's own.
+user's own. A row knows each form of its operation by itself, and refuses any other.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,13 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.plain import Activation
 from nnmpi.base.errors import UsageError
 from nnmpi.lab.onnx.graph import END, GraphValue, OnnxGraph
-from nnmpi.ops.activation import LogSoftmaxFunction, Soft, SoftmaxFunction
+from nnmpi.ops.activation import (
+    LogSoftmaxFunction,
+    Soft,
+    SoftmaxFunction,
+    elu_rows,
+    softplus_rows,
+)
 from nnmpi.ops.attention import Attention, PackedAttention
 from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
 from nnmpi.ops.embedding import EmbeddingFunction
@@ -30,12 +36,14 @@ from nnmpi.tensor.function import AsType, Function
 from nnmpi.tensor.reduce import Largest, MatMul, Sum, Variance
 from nnmpi.tensor.shape import Concatenate, GetItem, Pad, Reshape, Transpose, View
 
-# Others have NumPy's name, with a capital.
-POINTWISE = {"subtract": "Sub", "multiply": "Mul", "negative": "Neg", "absolute": "Abs"}
-POINTWISE["divide"] = "Div"
+POINTWISE = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div"}
+POINTWISE |= {"negative": "Neg", "absolute": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt"}
+POINTWISE |= {"sin": "Sin", "cos": "Cos"}
 # The rows of ONNX's gates among nnmpi's: i, o, f, c of i, f, o, g; and z, r, h of r, z, n.
 GATES = {LSTMFunction: ("LSTM", (0, 2, 1, 3)), GRUFunction: ("GRU", (1, 0, 2))}
 GATES[RNNFunction] = ("RNN", (0,))
+ACTIVATIONS = {Activation.RELU: "Relu", Activation.SIGMOID: "Sigmoid", Activation.TANH: "Tanh"}
+OTHER = "compute it with other operations"
 RESIZE = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 
 
@@ -45,9 +53,9 @@ def refused(graph: OnnxGraph, what: str, remedy: str) -> UsageError:
 
 
 def _activated(form: Any, x: Any, slope: float = 0.0) -> Any:
+    if form in ACTIVATIONS:
+        return x.each(ACTIVATIONS[form])
     match form:
-        case None:
-            return x
         case Activation.LEAKY_RELU:
             return x.each("LeakyRelu", alpha=slope)
         case Activation.SILU:
@@ -57,11 +65,39 @@ def _activated(form: Any, x: Any, slope: float = 0.0) -> Any:
         case Activation.GELU_TANH:
             inner = ((x + x * x * x * 0.044715) * sqrt(2 / np.pi)).each("Tanh")
         case _:
-            return x.each(form.name.capitalize())
+            raise refused(x.graph, f"the activation {form.name}", OTHER)
     return x * 0.5 * (inner + 1)
 
 
+def _pointwise(f: Pointwise, y: Array, x: Any, *others: Any) -> Any:
+    if f.name not in POINTWISE:
+        raise refused(x.graph, f.name, OTHER)
+    return x.each(POINTWISE[f.name], *others)
+
+
+def _soft(f: Soft, y: Array, x: Any) -> Any:
+    if f.evaluate is elu_rows:
+        return x.each("Elu", alpha=f.numbers[0])
+    if f.evaluate is not softplus_rows:
+        name = getattr(f.evaluate, "__name__", "one of your own")
+        raise refused(x.graph, f"the function {name}", OTHER)
+    beta, threshold = f.numbers
+    scaled = x * beta
+    smooth = scaled.each("Softplus") / beta
+    return scaled.each("Greater", threshold).each("Where", x, smooth)
+
+
+def _avg_pool(f: AvgPool2dFunction, y: Array, x: Any) -> Any:
+    if f.over.kernel == x.like.shape[1:3] and f.over.padding == (0, 0):
+        return x.images("GlobalAveragePool")
+    return x.images("AveragePool", count_include_pad=1, **_windows(f.over))
+
+
 def _reduced(op: str, x: Any, axes: Any, keepdims: int = 1) -> Any:
+    if not axes:  # ONNX would take all
+        return x
+    if op == "ReduceSum":
+        return x.add(op, [*axes], keepdims=int(keepdims))
     return x.add(op, axes=[*axes], keepdims=int(keepdims))
 
 
@@ -80,7 +116,26 @@ def _variance(f: Variance, y: Array, x: Any) -> Any:
 
 
 def _is_all(part: Any, size: int) -> bool:
-    return isinstance(part, slice) and part.indices(size) == (0, size, 1)
+    """Whether a part of a key takes all of an axis, however long; x[-3:] does so by chance."""
+    return (
+        isinstance(part, slice)
+        and part.start in (None, 0)
+        and part.stop in (None, size)
+        and part.step in (None, 1)
+    )
+
+
+def _cut(part: slice, size: int, graph: OnnxGraph) -> tuple[int, int]:
+    """Return the start and stop of a slice of an axis, for ONNX's Slice."""
+    start, stop, step = part.start, part.stop, part.step or 1
+    if step > 0:
+        is_whole = stop is None or stop == size  # x[1 : len(x)], whatever the batch
+        return start or 0, END if is_whole else stop
+    if start is not None and start < -1:  # of a shorter axis ONNX would take the first element
+        start += size
+        if start < 0:
+            raise refused(graph, "a slice without elements", "leave it out")
+    return END if start is None else start, -END if stop is None else stop
 
 
 def _view(f: View, y: Array, x: Any) -> Any:
@@ -90,11 +145,7 @@ def _view(f: View, y: Array, x: Any) -> Any:
         if isinstance(part, int):
             cuts.append((part, part + 1 or END, axis, 1))
         elif not _is_all(part, size):
-            step = part.step or 1
-            first, stop = (0, END) if step > 0 else (END, -END)
-            if part.stop is not None and part.stop < size:  # not x[1 : len(x)], whatever the batch
-                stop = part.stop
-            cuts.append((first if part.start is None else part.start, stop, axis, step))
+            cuts.append((*_cut(part, size, x.graph), axis, part.step or 1))
     if cuts:
         x = x.add("Slice", *map(list, zip(*cuts, strict=True)))
     kept = [part for part in key if not isinstance(part, int)]
@@ -104,13 +155,14 @@ def _view(f: View, y: Array, x: Any) -> Any:
     return x
 
 
-def _get_item(f: GetItem, y: Array, x: Any) -> Any:
+def _get_item(f: GetItem, y: Array, x: Any, *indices: Any) -> Any:
+    """Pick along an axis, by the only array in the key."""
     parts = enumerate(zip(f.key, x.like.shape, strict=False))
-    picks = [(axis, np.asarray(part)) for axis, (part, n) in parts if not _is_all(part, n)]
-    if len(picks) != 1 or picks[0][1].dtype.kind not in "iu":
+    axes = [axis for axis, (part, n) in parts if not _is_all(part, n)]
+    if len(axes) != 1 or len(indices) != 1 or indices[0].like.dtype.kind not in "iu":
         what = "an index of booleans or of several arrays"
         raise refused(x.graph, what, "pick along one axis")
-    return x.take(picks[0][1], picks[0][0])
+    return x.take(indices[0].add("Cast", to=np.dtype(np.int64)), axes[0])
 
 
 def _linear(f: LinearFunction, y: Array, x: Any, weight: Any, bias: Any) -> Any:
@@ -154,6 +206,8 @@ def _conv_transpose(f: ConvTranspose2dFunction, y: Array, x: Any, weight: Any) -
 
 def _reshape(f: Reshape, y: Array, x: Any) -> Any:
     shape = x.like.shape
+    if not y.size:
+        raise refused(x.graph, "a reshape without elements", "leave it out")
     if len(shape) == 4 and shape[1:3] == (1, 1) and y.shape == shape[::3]:
         # of one pixel, any layout has this order
         return GraphValue(x.graph, y, x.graph.node("Flatten", [x.first()]))
@@ -180,13 +234,13 @@ def _group_norm(f: GroupNormFunction, y: Array, x: Any, scale: Any, shift: Any) 
     return rows.reshape(*y.shape) * scale + shift
 
 
-def _attend(f: Any, y: Array, q: Any, k: Any, v: Any) -> Any:
-    """Return softmax(q k / sqrt(features)) v, like y (batch, heads, time, features).
+def _attend(f: Any, y: Array, q: Any, k: Any, v: Any, features: int) -> Any:
+    """Return softmax(q k / sqrt(features)) v, like y (batch, heads, time, any).
 
     Args:
         k: (batch, heads, features, time).
     """
-    *_, time, features = y.shape
+    time = y.shape[2]
     scores = q @ k * (1 / sqrt(features))
     if f.causal:
         mask = np.where(np.tri(time, dtype=bool), 0, -np.inf).astype(y.dtype)
@@ -195,10 +249,12 @@ def _attend(f: Any, y: Array, q: Any, k: Any, v: Any) -> Any:
 
 
 def _packed_attention(f: PackedAttention, y: Array, x: Any) -> Any:
+    if f.before is not None:
+        raise refused(x.graph, "attention to a cache of earlier tokens", "export it without one")
     shape, heads = (*y.shape[:2], f.heads, y.shape[2] // f.heads), (0, 2, 1, 3)
     q, k, v = (part.reshape(*shape) for part in x.add("Split", count=3, axis=2))
     moved = q.transpose(*heads), k.transpose(0, 2, 3, 1), v.transpose(*heads)
-    result = _attend(f, y.reshape(shape).swapaxes(1, 2), *moved)
+    result = _attend(f, y.reshape(shape).swapaxes(1, 2), *moved, shape[3])
     return result.transpose(*heads).reshape(*y.shape)
 
 
@@ -236,9 +292,12 @@ def _recurrent(f: Any, y: Array, x: Any, weight: Any, recurrent: Any, bias: Any,
     return rows.transpose(1, 0, 2)
 
 
-def _experts(f: Experts, y: Array, x: Any, p: Any, *weights: Any) -> Any:
+def _experts(f: Experts, y: Array, x: Any, *others: Any) -> Any:
     """Compute every expert's result of every row; the gate's choice is a factor of 1 or 0."""
-    gate, (w1, b1, w2, b2), experts = f.gate, weights, p.like.shape[2]
+    if f.ranks is not None or f.positions is not None:
+        raise refused(x.graph, "a mixture of experts over several ranks", "export it on one rank")
+    gate, (p, w1, b1, w2, b2) = f.gate, others
+    experts = p.like.shape[2]
     b1, b2 = (b.form(lambda b: b.reshape(experts, 1, -1)) for b in (b1, b2))
     rows = x.add("Unsqueeze", [1])  # (samples, 1, positions, features)
     results = _activated(Activation.GELU_TANH, rows @ w1 + b1) @ w2 + b2
@@ -257,12 +316,10 @@ ROWS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
     {
         ActivationFunction: lambda f, y, x: _activated(f.form, x, f.slope),
         AsType: lambda f, y, x: x.each("Cast", to=y.dtype),
-        Attention: lambda f, y, q, k, v: _attend(f, y, q, k.transpose(0, 1, 3, 2), v),
-        AvgPool2dFunction: lambda f, y, x: (
-            x.images("GlobalAveragePool")
-            if f.over.kernel == x.like.shape[1:3]
-            else x.images("AveragePool", count_include_pad=1, **_windows(f.over))
+        Attention: lambda f, y, q, k, v: _attend(
+            f, y, q, k.transpose(0, 1, 3, 2), v, q.like.shape[3]
         ),
+        AvgPool2dFunction: _avg_pool,
         Clip: lambda f, y, x: x.add("Clip", f.low, f.high),
         Concatenate: _concatenate,
         Conv2dFunction: _conv,
@@ -287,21 +344,14 @@ ROWS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
         MaxPool2dFunction: lambda f, y, x: x.images("MaxPool", **_windows(f.over)),
         PackedAttention: _packed_attention,
         Pad: lambda f, y, x: x.add("Pad", [*sum(zip(*f.widths, strict=True), ())], f.value),
-        Pointwise: lambda f, y, x, *z: x.each(POINTWISE.get(f.name, f.name.capitalize()), *z),
+        Pointwise: _pointwise,
         Power: lambda f, y, x, z: x.each("Pow", z),
         RNNFunction: _recurrent,
         Reshape: _reshape,
-        # a threshold, the second number, only saves time: beyond it the logarithm is 0
-        Soft: lambda f, y, x: (
-            (x * f.numbers[0]).each("Softplus") / f.numbers[0]
-            if f.numbers[1:]
-            else x.each("Elu", alpha=f.numbers[0])
-        ),
+        Soft: _soft,
         SoftmaxFunction: lambda f, y, x: x.add("Softmax", axis=f.axis),
-        Sum: lambda f, y, x: (
-            _reduced("ReduceMean", x, f.axes, f.keepdims)
-            if f.averages
-            else x.add("ReduceSum", [*f.axes], keepdims=int(f.keepdims))
+        Sum: lambda f, y, x: _reduced(
+            "ReduceMean" if f.averages else "ReduceSum", x, f.axes, f.keepdims
         ),
         Transpose: lambda f, y, x: x.transpose(*f.axes),
         TransposedLinearFunction: _linear,

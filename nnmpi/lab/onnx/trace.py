@@ -12,6 +12,7 @@ from nnmpi.base.lines import shown, users_line
 from nnmpi.nn.mode import evaluation, observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, no_grad
+from nnmpi.tensor.shape import GetItem, is_basic
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -20,7 +21,7 @@ class Applied(NamedTuple):
 
     Attributes:
         function: the operation.
-        inputs: arrays, numbers and None.
+        inputs: arrays, numbers and None; of x[key] also the key's indices, which may be results.
         result: its array. It and the inputs are alive, so that their ids name them.
         line: " (net.py:12)", of the user's code; or "".
     """
@@ -47,7 +48,9 @@ class ForwardRecorder(Recorder):
         """See `Recorder.apply`."""
         result = self.run_eagerly(function.forward, *values)
         result = np.asarray(result) if isinstance(result, np.generic) else result
-        self.applied.append(Applied(function, values, result, line()))
+        key = function.key if isinstance(function, GetItem) else ()
+        indices = [np.asarray(part) for part in key if not is_basic((part,))]
+        self.applied.append(Applied(function, [*values, *indices], result, line()))
         self._of_batch.add(id(result))
         return result
 
