@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, constant
+from nnmpi.backend.array import Array, zero
 
 
 class Planes:
@@ -68,7 +68,7 @@ class Planes:
         """
         if bias is not None:
             np.add(h, bias[: len(h)], out=h)
-        np.maximum(h, constant(h, 0), out=h)
+        np.maximum(h, zero(h), out=h)
         if winner is not None:
             mask = self._masks[: len(h)]
             np.greater(h, 0, out=mask)

@@ -39,7 +39,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, update_wrapper
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from threading import RLock
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -563,7 +563,8 @@ class Watch:
     def _follow(self, function: FunctionType) -> Iterator[object]:
         """Yield what a function has at hand; look at the names in its code from now on."""
         cells = referents(function.__closure__ or ())
-        yield from (*cells, function.__defaults__, function.__kwdefaults__, vars(function))
+        self._looks.append(partial(_PARTS, function))  # which a notebook's reload replaces
+        yield from (*cells, *_PARTS(function)[1:], vars(function))
         names = _names(function.__code__)
         scopes = [function.__globals__, *_scopes(chain.from_iterable(map(referents, cells)))]
         for scope in scopes:  # which grows by the modules in it
@@ -575,6 +576,7 @@ class Watch:
 
 
 _CACHING = type(lru_cache(len))
+_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 
 
 @lru_cache(1024)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, constant, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.base.errors import ShapeError
 
 
@@ -87,7 +87,8 @@ class Call:
 
     def target(self) -> Any:
         """Return what a NumPy function writes to besides its result: an array, a tuple or None."""
-        is_writer = getattr(self.function, "__name__", "") in _WRITERS
+        # the function np.sort has the name of the method, but returns another array
+        is_writer = self.result is None and getattr(self.function, "__name__", "") in _WRITERS
         return self.args[0] if is_writer else self.kwargs.get("out")
 
     def arrays(self) -> list[ArrayRef | Array]:
@@ -132,7 +133,7 @@ class Call:
 def _operand(x: Any, other: Any) -> Any:
     """Return a number beside floats as an array without axes, which NumPy need not convert."""
     is_float = isinstance(other, np.ndarray) and other.dtype.kind == "f"
-    return constant(other, x) if type(x) in (int, float) and is_float else x
+    return np.full((), x, other.dtype) if type(x) in (int, float) and is_float else x
 
 
 def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
