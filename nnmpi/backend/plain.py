@@ -43,7 +43,7 @@ from nnmpi.backend.sums import (
     row_totals,
     slices,
 )
-from nnmpi.backend.trace import Symbol
+from nnmpi.backend.trace import Symbol, is_printable
 from nnmpi.backend.windows import bordered
 
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
@@ -78,13 +78,16 @@ class PlainKernels:
         reuse: bool = False,
         blocks: bool = True,
     ) -> tuple[Array, ...]:
-        """Return a formula of rows; compiled kernels are printed from its trace.
+        """Return a formula of rows; compiled kernels are printed from the trace of nnmpi's own.
+
+        A user's formula is called with these operands, and nothing else is done to it.
 
         Args:
             formula: written as one writes NumPy, of whole rows; it returns rows, and numbers of
-                each row, or None if it writes to rows in place.
+                each row, or None if it writes to rows in place. One of nnmpi's own reads nothing
+                but its operands and constants.
             operands: rows (..., n) first. Others of that shape; (..., 1), a number of each row;
-                (n,), repeated for each row; floats. Bools, ints and functions are settings: a
+                (n,), repeated for each row; floats. Bools and NumPy's functions are settings: a
                 formula is printed anew for each value of theirs.
             sums: (n,) each, receive the sums over the rows of the last results, which are not
                 returned; then rows have two axes. What is printed knows samples, too, the first of
@@ -93,7 +96,10 @@ class PlainKernels:
             blocks: whether NumPy computes it block by block: copying the results of a block costs
                 what a pass or two do.
         """
-        results = in_blocks(formula, *operands) if blocks else formula(*operands)
+        if blocks and operands[0].size > ELEMENTS and is_printable(formula):
+            results = in_blocks(formula, *operands)
+        else:
+            results = formula(*operands)
         if not sums:
             return results
         count = len(results) - len(sums)
@@ -163,14 +169,14 @@ class PlainKernels:
     def updater(
         self, formula: Callable[..., None], arrays: Sequence[Array], numbers: Sequence[float]
     ) -> Callable[[Sequence[float], Array | None], None]:
-        """Return a function of other numbers and a guard that computes an optimizer's formula.
+        """Return a function of other numbers and a guard that computes an own optimizer's formula.
 
         To find a loop for some operands, as `rows` does, takes as long as a small update.
 
         Args:
             formula: of rows, to which it writes in place.
             arrays: flat and contiguous, of one size and dtype.
-            numbers: its last operands, see `rows`. All that is not a float stays as it is.
+            numbers: its last operands, see `rows`. Their types and the bools stay as they are.
 
         Returns:
             The guard is None, or a number on the device: a device's kernels change nothing if it is

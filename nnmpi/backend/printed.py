@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.plain import PlainKernels
-from nnmpi.backend.trace import Printed, key_of
+from nnmpi.backend.trace import Printed, is_printable
 
 
 class PrintedKernels(PlainKernels):
-    """Kernels whose row formulas are printed at their first call, see `PlainKernels.rows`.
+    """Kernels that print nnmpi's own row formulas at their first call, see `PlainKernels.rows`.
 
     Attributes:
         printed: how.
@@ -19,7 +19,7 @@ class PrintedKernels(PlainKernels):
         update: (loop, arrays) -> what computes an optimizer's formula, see `PlainKernels.updater`.
     """
 
-    printed: ClassVar[type[Printed]]
+    printed: ClassVar[Callable[..., Printed]]
     kinds_of: Callable[..., tuple[Any, ...]]
     update: Callable[..., Callable[..., None]]
 
@@ -44,15 +44,14 @@ class PrintedKernels(PlainKernels):
         self, formula: Any, operands: Any, sums: Sequence[Array] = (), reuse: int = False
     ) -> Any:
         """Return what is printed for operands, or None for what is left to the library."""
-        loop = None
-        if kinds := self.kinds_of(operands, sums):
+        if not is_printable(formula) or not (kinds := self.kinds_of(operands, sums)):
+            return None
+        key = formula, len(sums), reuse, *kinds
+        if key not in self._loops:
+            self._loops[key] = None
             with suppress(TypeError):
-                key = key_of(formula), len(sums), reuse, *kinds
-                loop = self._loops.get(key, self)
-                if loop is self:
-                    self._loops[key] = loop = None
-                    self._loops[key] = loop = self.printed(formula, *kinds, len(sums), reuse)
-        return loop
+                self._loops[key] = self.printed(formula, *kinds, len(sums), reuse)
+        return self._loops[key]
 
     def updater(self, formula: Any, arrays: Sequence[Array], numbers: Any) -> Callable[..., None]:
         loop = self.found(formula, (*arrays, *numbers))

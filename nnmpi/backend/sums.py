@@ -105,14 +105,15 @@ def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]
 
     Args:
         function: returns arrays with as many rows, or None if it writes to rows.
-        operands: rows first; others (rows, ...), what is repeated for each row, and numbers.
+        operands: rows (..., n) first, of which one with a single axis is a row; others (rows, ...),
+            what is repeated for each row, and numbers.
     """
     rows = operands[0]
-    if not isinstance(rows, np.ndarray) or rows.size <= ELEMENTS or active_calls.get() is not None:
+    is_one = rows.ndim < 2 or rows.size <= ELEMENTS
+    if is_one or not isinstance(rows, np.ndarray) or active_calls.get() is not None:
         return function(*operands)
     results: tuple[Array, ...] = ()
-    least = min(rows.ndim, 2)
-    are_cut = [getattr(x, "ndim", 0) >= least and len(x) == len(rows) for x in operands]
+    are_cut = [getattr(x, "ndim", 0) > 1 and len(x) == len(rows) for x in operands]
     for part in row_blocks(rows):
         given = [x[part] if is_cut else x for x, is_cut in zip(operands, are_cut, strict=True)]
         blocks = function(*given) or ()

@@ -9,11 +9,15 @@ A formula is written as one writes NumPy: rows (..., n), what is repeated for ea
 numbers go in, rows and numbers of rows come out. It is called once with symbols. What it does to
 them becomes lines; what is no arithmetic on whole rows raises TypeError, and then it is not
 printed.
+
+A trace keeps what the formula has read. So only nnmpi's own formulas are printed, which read their
+operands and constants alone (see `is_printable`). A user's may read anything, and runs as it is
+written, in each call.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache, lru_cache, partial
-from types import FunctionType, ModuleType, NoneType
+from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +28,7 @@ from nnmpi.backend.precision import FLOAT32
 # What a line has: a number for all rows, for each row, for each column, for each element
 NUMBER, CELL, VECTOR, ROW = range(4)
 
-_CALLABLE = {FunctionType, partial}
-STATIC = {bool, int, FunctionType, np.ufunc}  # operands that are no arrays and no numbers
-_SETTINGS = {int, float, bool, str, type, NoneType, ModuleType, np.ufunc}
+STATIC = {bool, np.ufunc}  # operands that are no arrays and no numbers
 OPERATORS = {
     "add": "+",
     "subtract": "-",
@@ -43,9 +45,18 @@ CHOICES = [*OPERATORS][4:]  # 1 or 0
 _FUNCTIONS = (
     "logical_not negative maximum minimum absolute sign copysign sqrt exp expm1 log log1p tanh"
 )
-_COMPOSED: dict[str, Callable[..., Any]] = {
-    "logaddexp": lambda a, b: np.maximum(a, b) + np.log1p(np.exp(-abs(a - b))),
-}
+
+
+def is_printable(formula: Any) -> bool:
+    """Return whether a function is nnmpi's own, and closes over nothing.
+
+    It is asked for its globals, the module in which it was defined: a decorator of a user's copies
+    a function's `__module__`.
+    """
+    if type(formula) is not FunctionType or formula.__closure__:
+        return False
+    module = formula.__globals__.get("__name__")
+    return isinstance(module, str) and module.partition(".")[0] == "nnmpi"
 
 
 class Trace:
@@ -73,7 +84,7 @@ class Trace:
         self.lines: list[tuple[Any, ...]] = []
         self.kinds: list[int] = []
         self.levels: list[int] = []
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers: dict[str, int] = {}
         given = [
             self.add(("operand", i), kind) if type(kind) is int else kind[0]
             for i, kind in enumerate(kinds)
@@ -92,15 +103,16 @@ class Trace:
 
     def add(self, line: tuple[Any, ...], kind: int | None = None, level: int = 0) -> "Symbol":
         """Return the symbol of a line; equal lines are one."""
-        if line not in self._numbers:
+        text = repr(line)  # 0.0 and -0.0 are equal, their texts are not
+        if text not in self._numbers:
             if kind is None:
                 kinds = {self.kinds[i] for i in line[1:]}
                 kind = ROW if kinds >= {CELL, VECTOR} else max(kinds)
-            self._numbers[line] = len(self.lines)
+            self._numbers[text] = len(self.lines)
             self.levels.append(level + max((self.levels[i] for i in self.read(line)), default=0))
             self.lines.append(line)
             self.kinds.append(kind)
-        return Symbol(self, self._numbers[line])
+        return Symbol(self, self._numbers[text])
 
     def number_of(self, x: Any) -> int:
         """Return the number of a symbol's line, or of a constant's."""
@@ -143,8 +155,6 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None) -> Any:
         name = ufunc.__name__
-        if name in _COMPOSED:
-            return _COMPOSED[name](*inputs)
         if method != "__call__" or name not in (*OPERATORS, *_FUNCTIONS.split()):
             raise TypeError(f"a row formula has no {name}")
         result = self.trace.add((name, *map(self.trace.number_of, inputs)))
@@ -156,7 +166,7 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, types: Any, args: Any, words: Any) -> Any:
         if function is np.where:
             return self.trace.add(("where", *map(self.trace.number_of, args)))
-        compute = _COMPOSED.get(function.__name__) or getattr(Symbol, function.__name__, None)
+        compute = getattr(Symbol, function.__name__, None)
         if compute is None:
             raise TypeError(f"a row formula has no {function.__name__}")
         return compute(*args, **words)
@@ -169,11 +179,6 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         raise TypeError("a row formula does not decide by values")
-
-    def __pow__(self, exponent: Any) -> Any:
-        if exponent != 2:
-            raise TypeError("a row formula has no power but the square")
-        return self * self
 
     def _along(self, name: str, axis: Any, keepdims: bool) -> "Symbol":
         if axis != -1 or not keepdims or self.trace.kinds[self.number] < VECTOR:
@@ -252,8 +257,7 @@ class Printed:
         if {NUMBER, VECTOR} & {*self.forms}:
             raise TypeError("a row formula returns rows, or a number for each row")
         self.is_flat = not sums and {*trace.kinds} <= {NUMBER, ROW}
-        parts = (formula.func, *formula.args) if isinstance(formula, partial) else (formula,)
-        parts += (*(kind[0] for kind in kinds if type(kind) is tuple),)
+        parts = formula, *(kind[0] for kind in kinds if type(kind) is tuple)
         self.name = "_".join(x.__name__.strip("_<>") for x in parts if callable(x))
 
     def loops(self, targets: Sequence[tuple[str, int]]) -> Iterator[RowPass]:
@@ -289,37 +293,6 @@ class Printed:
         return all(operands[i].flags.c_contiguous for i in self.trace.written)
 
 
-def key_of(x: Any) -> Any:
-    """Return what is equal for formulas of equal text and settings.
-
-    Raises:
-        TypeError: when it depends on what may change unseen, such as an object's attributes.
-    """
-    if type(x) in _CALLABLE:
-        text, names = _text(x)
-        if names is None:
-            return text
-        seen = [cell.cell_contents for cell in x.__closure__ or ()]
-        seen += [x.__globals__[name] for name in names]
-        return text, *map(key_of, (*seen, x.__defaults__, x.__kwdefaults__))
-    if type(x) is tuple:
-        return tuple([key_of(item) for item in x])
-    if type(x) not in _SETTINGS:
-        raise TypeError(f"a row formula depends on {type(x).__name__}")
-    return type(x), x
-
-
-@lru_cache(1024)
-def _text(x: Any) -> tuple[Any, tuple[str, ...] | None]:
-    """Return a function's text and the globals that are settings; None if nothing can change."""
-    if isinstance(x, partial):
-        return key_of((x.func, *x.args, *x.keywords.items())), None
-    seen = ((name, x.__globals__.get(name)) for name in x.__code__.co_names)
-    names = tuple(name for name, item in seen if isinstance(item, int | float | str))
-    is_fixed = not (names or x.__closure__ or x.__defaults__ or x.__kwdefaults__)
-    return x.__code__, None if is_fixed else names
-
-
 @cache
 def name_of(dtype: Dtype) -> str:
     """Return a dtype's name, which NumPy puts together anew at each request."""
@@ -347,7 +320,7 @@ def kinds_of(
             found.append(NUMBER)
         elif type(x) in STATIC:
             found.append((x,))
-        elif name_of(x.dtype) not in dtypes or x.shape not in forms:
+        elif not hasattr(x, "dtype") or name_of(x.dtype) not in dtypes or x.shape not in forms:
             return ()
         else:
             found.append(forms[x.shape])

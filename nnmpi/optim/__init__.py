@@ -12,7 +12,7 @@ Reading order:
 To add an optimizer, write a formula and a subclass of `Optimizer` that has it, name the class in
 `__all__` of its module, which is what that offers here, and list it in updates: the option
 `optimizer` then knows it. The formula runs on NumPy; loops of numba and CUDA's kernels are
-printed from it.
+printed from one that is defined here.
 """
 
 from nnmpi.base.words import offer

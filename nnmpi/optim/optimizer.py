@@ -30,6 +30,7 @@ from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import active, call, refuse
 from nnmpi.backend.storage import Storage
+from nnmpi.backend.trace import is_printable
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, is_own, number
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.loop import At, Place, Reached, last_read
@@ -105,8 +106,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         weight_decay: the decay of each buffer, in the storage's order.
         elementwise: whether the class updates each element independently of the others.
         formula: the update of a block, a static function (data, gradient, *state, *numbers) that
-            writes to the data and the state in place, as one writes NumPy. It is a row formula (see
-            `PlainKernels.rows`), which compiled kernels print as one loop.
+            writes to the data and the state in place, as one writes NumPy. Those of nnmpi are row
+            formulas (see `PlainKernels.rows`), which compiled kernels print as one loop.
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
         ema: the decay of the weights' average, see `keep_average`; 0 for none.
     """
@@ -405,7 +406,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     @property
     def can_guard(self) -> bool:
         """Whether all updates are kernels of a device that know a guard."""
-        is_known = self.elementwise and is_own(type(self))
+        is_known = self.elementwise and is_own(type(self)) and is_printable(self.formula)
         return is_known and all(kernels_of(block.data).of_device for block in self._blocks)
 
     @contextmanager
@@ -496,14 +497,17 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         for group, run in groupby(blocks, attrgetter("rate", "decay")):
             rate, decay = group
             formula, numbers = self.formula, self.numbers(lr * rate, decay or False)
+            is_rows = is_printable(formula)
             for block in run:
                 if formula is None:
                     self.update_block(block, lr * rate)
-                else:
+                elif is_rows:
                     block.update(formula, numbers, self._guard)
+                else:
+                    formula(block.data, block.grad, *block.slots, *numbers)
 
     def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
-        """Return what the formula takes after the state: floats; bools and ints are settings.
+        """Return what the formula takes after the state.
 
         Args:
             lr: a group's learning rate; `steps` already counts this update.
@@ -642,7 +646,8 @@ class BufferBlock:
         decay: the weight decay of the buffer's group.
         rate: its learning rate, divided by the optimizer's.
         average: of the data, if the optimizer keeps it.
-        updates: what `PlainKernels.updater` returned, by the kernels and the settings.
+        updates: what `PlainKernels.updater` returned, by the formula, the kernels, the numbers'
+            types and the settings among them.
     """
 
     xp: ModuleType
@@ -657,9 +662,9 @@ class BufferBlock:
     def update(
         self, formula: Any, numbers: Sequence[float], guard: Array | None, arrays: Any = None
     ) -> None:
-        """Compute a formula of these arrays: an optimizer's, of data, gradient and state."""
+        """Compute an own formula of these arrays: an optimizer's, of data, gradient and state."""
         kernels = kernels_of(self.data)
-        key = formula, kernels, *[x for x in numbers if type(x) is not float]
+        key = formula, kernels, *[x if type(x) is bool else type(x) for x in numbers]
         if key not in self.updates:
             arrays = arrays or (self.data, self.grad, *self.slots)
             self.updates[key] = kernels.updater(formula, arrays, numbers)

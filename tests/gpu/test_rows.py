@@ -2,14 +2,11 @@
 is no formula of rows is left to the library.
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import dtype_named
-from nnmpi.backend.trace import key_of
 from tests.backend.formulas import (
     LEFT,
     ONE,
@@ -17,9 +14,11 @@ from tests.backend.formulas import (
     chain,
     in_place,
     late,
+    loops_of,
     mish,
     mixed,
     own_norm,
+    print_all,
     rows,
     too_early,
     updates,
@@ -30,8 +29,9 @@ DTYPES = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @pytest.fixture
-def kernels(device):
-    """What a device prints kernels with; the stand-in prints none."""
+def kernels(device, monkeypatch):
+    """What a device prints kernels with, see `print_all`; the stand-in prints none."""
+    print_all(monkeypatch)
     if is_stand_in(device):
         pytest.skip("the stand-in for a device has no compiler")
     return kernels_of(device.zeros((1,), np.float32))
@@ -44,8 +44,7 @@ def drawn(*shape, seed=0):
 
 def is_printed(kernels, formula):
     """Return whether the kernels of a formula were printed."""
-    key = key_of(formula)
-    return all(loop is not None for known, loop in kernels._loops.items() if known[0] == key)
+    return all(loop is not None for loop in loops_of(kernels, formula))
 
 
 def compare(device, formula, *operands, dtype="float32", **words):
@@ -227,4 +226,20 @@ def test_random_formulas(kernels, device, seed):
     rng = np.random.default_rng(seed)
     steps = tuple(STEPS[i] for i in rng.integers(0, len(STEPS), 12))
     operands = [rng.standard_normal(shape) for shape in ((23, 37), (37,), (23, 1))]
-    compare(device, partial(chain, steps), *operands, dtype="float64")
+    compare(device, chain(steps), *operands, dtype="float64")
+
+
+def test_a_users_formula_runs_in_the_library(device):
+    """It is read anew in each call, and nothing of it is kept."""
+    if is_stand_in(device):
+        pytest.skip("the stand-in for a device has no compiler")
+    x = device.asarray(drawn(5, 33).astype("f4"))
+    kernels, factor = kernels_of(x), 1.0
+
+    def formula(x):
+        return (x * factor,)
+
+    for factor in (1.0, 3.0):
+        (y,) = kernels.rows(formula, x)
+        np.testing.assert_array_equal(device.to_host(y), device.to_host(x) * factor)
+    assert not loops_of(kernels, formula)

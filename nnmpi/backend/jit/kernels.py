@@ -179,7 +179,7 @@ class NumbaKernels(PrintedKernels):
         reads = [x for i, x in enumerate(rows) if i not in loop.written]
         writes = [rows[i] for i in loop.written]
         return lambda numbers, guard: call(
-            loop.kernel, (*reads, *[x for x in numbers if type(x) is float]), writes
+            loop.kernel, (*reads, *[x for x in numbers if type(x) is not bool]), writes
         )
 
     # ---- dense layers
