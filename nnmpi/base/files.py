@@ -516,11 +516,11 @@ def opened(path: Path, is_text: bool = False) -> Iterator[io.BufferedReader]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def read_lines(path: Path, errors: str = "strict") -> Iterator[str]:
+def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 text, plain or .gz, each with its newline.
 
     Args:
-        errors: what becomes of other bytes, as for `open`.
+        newline: what ends a line, as for `open`; "" keeps its ends as they are.
 
     Raises:
         DataError: see `opened`; also for other text, endless lines, and heaps of blank lines.
@@ -529,7 +529,7 @@ def read_lines(path: Path, errors: str = "strict") -> Iterator[str]:
     try:
         with (
             opened(path, is_text=True) as stream,
-            io.TextIOWrapper(stream, "utf-8-sig", errors) as text,
+            io.TextIOWrapper(stream, "utf-8-sig", newline=newline) as text,
         ):
             if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise DataError(f"{path} is UTF-16 text; save it as UTF-8")

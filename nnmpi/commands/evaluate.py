@@ -17,7 +17,7 @@ from nnmpi.base.files import json_text, write_atomically
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
-from nnmpi.commands.start import OpeningConfig, launch_command
+from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
@@ -176,7 +176,7 @@ layout, not only the run's."""
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(TableForm):
     """Data and output."""
 
     dataset: str | None = None
@@ -231,6 +231,8 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
         values |= {"dataset": options.dataset, "augment": "none"}
         if str(options.dataset).endswith((".txt", ".txt.gz")):
             values["text_columns"] = ""  # the run's, if its text is a table, do not apply
+    options.check(Path(options.dataset or config.data.dataset))
+    values |= options.having(run)
     if options.text_columns is not None:
         values["text_columns"] = options.text_columns
     if run.signature.is_tokens:

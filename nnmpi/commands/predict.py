@@ -19,10 +19,12 @@ from nnmpi.base.files import json_text, write_text
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
-from nnmpi.commands.start import OpeningConfig, launch_command
+from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
 from nnmpi.data import images
-from nnmpi.data.tables import ENDINGS, is_table, other_kind, read_samples
+from nnmpi.data.arrays import read_samples
+from nnmpi.data.tables import ENDINGS, is_table, other_kind
 from nnmpi.train.config import SEQUENCE_MODELS
+from nnmpi.train.inputs import with_options
 from nnmpi.train.run import Run, read_rows
 from nnmpi.train.signature import BYTES, FULL, ModelSignature
 
@@ -33,6 +35,8 @@ def read_file(
     dtype: str,
     invert: bool = False,
     say: Callable[[str], None] = complain,
+    header: bool = True,
+    decimal: str = "",
 ) -> Array:
     """Return the samples of a file as model input: (n, *sample_shape).
 
@@ -42,6 +46,7 @@ def read_file(
         dtype: the model's.
         invert: whether to invert an image's brightness.
         say: called with what was replaced in a table.
+        header, decimal: of a table; see `TableRules`.
 
     Raises:
         UsageError: for a file of another kind.
@@ -51,9 +56,10 @@ def read_file(
         if file.suffix == ".npz":
             return signature.prepare(read_samples(file), dtype)
         if is_table(file):
-            return signature.prepare(read_rows(file, signature, say), dtype)
+            return signature.prepare(read_rows(file, signature, say, header, decimal), dtype)
     except DataError as error:
-        raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
+        text = with_options(str(error))
+        raise DataError(text if str(file) in text else f"{file}: {text}") from None
     if not images.is_image(file):
         raise other_kind(file)
     return read_image(file, signature, dtype, invert)
@@ -136,7 +142,7 @@ numbers; and its file, if there are several."""
 
 
 @dataclass(frozen=True)
-class PredictionConfig:
+class PredictionConfig(TableForm):
     """Output."""
 
     format: Literal["csv", "json"] = "csv"
@@ -168,7 +174,14 @@ def main(words: Sequence[str], group: Group) -> None:
         files = find_samples(paths)
         dtype = run.config.run.dtype
         say = complain if group.is_root else lambda _: None
-        parts = [read_file(file, run.signature, dtype, options.invert, say) for file in files]
+        for file in files:
+            options.check(file)
+        form = options.having(run)
+        decimal = form["decimal"].replace("auto", "")
+        parts = [
+            read_file(file, run.signature, dtype, options.invert, say, form["header"], decimal)
+            for file in files
+        ]
         x = np.concatenate(parts)
     sources = [str(file) for file, part in zip(files, parts, strict=True) for _ in part]
     is_one = len(files) == 1 and paths == files

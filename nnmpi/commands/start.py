@@ -7,10 +7,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from nnmpi.base.command import SimulatedConfig, make_section, options_of, read_words
+from nnmpi.base.command import (
+    SimulatedConfig,
+    Switch,
+    flag_of,
+    make_section,
+    options_of,
+    read_words,
+    require,
+)
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.compose.layout import Degrees, Layout
+from nnmpi.data.tables import is_table
 from nnmpi.train.computing import make_backend
 from nnmpi.train.config import Config
 from nnmpi.train.run import Run, open_run
@@ -28,6 +37,36 @@ class WeightsConfig:
     """
     trust: bool = False
     """Execute your code, FILE.py:NAME, that the run names."""
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """The form of tables other than the run's."""
+
+    header: Switch = "auto"
+    """Whether the first line of a table names its columns. auto: as in the run's table."""
+    decimal: Literal["auto", ".", ","] = "auto"
+    """Decimal mark of a table. auto: that of the run's table."""
+
+    def having(self, run: Run) -> dict[str, Any]:
+        """Return the options of data, by name, that a table is read with."""
+        data = run.config.data
+        return {
+            "header": data.header if self.header == "auto" else self.header == "on",
+            "decimal": data.decimal if self.decimal == "auto" else self.decimal,
+        }
+
+    def check(self, path: Path) -> None:
+        """Refuse the options for what is no table.
+
+        Raises:
+            UsageError: with the option.
+        """
+        for name in ("header", "decimal"):
+            require(
+                getattr(self, name) == "auto" or is_table(path) or path.is_dir(),
+                f"{path} is no table; leave {flag_of(name)} out",
+            )
 
 
 @dataclass(frozen=True)

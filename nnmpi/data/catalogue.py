@@ -6,6 +6,7 @@ text                     paradise-lost                  in the package; see `tex
 PATH                     .csv[.gz], .npz                split by seed, unless the .npz has a
                                                         test part
                          .txt, .jsonl, .csv             texts; see `text`
+DataFrame                                               split by seed
                          folder                         IDX files; CIFAR batches; train.csv and
                                                         test.csv; a folder of images per class
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,6 +24,7 @@ from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
 from nnmpi.base.words import nearest
+from nnmpi.data.arrays import load_npz
 from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
@@ -40,9 +43,9 @@ from nnmpi.data.images import (
 )
 from nnmpi.data.tables import (
     TableRules,
+    is_frame,
     is_table,
     load_csv,
-    load_npz,
     other_kind,
     refuse_rules,
 )
@@ -122,7 +125,7 @@ BELOW = {
 
 
 def load(
-    name_or_path: str,
+    name_or_path: Any,
     data_dir: str | Path | None = None,
     seed: int = 0,
     test_fraction: float = 0.2,
@@ -136,12 +139,13 @@ def load(
     as_bytes: bool | None = None,
     class_names: Sequence[str] = (),
     decimal: str = "",
+    header: bool = True,
 ) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
         name_or_path: one of NAMES except texts, or the path of a table (.csv, .tsv, .tab or .data,
-            plain or .gz), of an .npz file or of a folder.
+            plain or .gz), of an .npz file or of a folder; or a DataFrame of pandas or polars.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
             default the download cache.
         seed, test_fraction: of the split of a set without a test part (iris, digits, .csv, .npz).
@@ -154,7 +158,8 @@ def load(
         as_bytes: whether samples are bytes as those of the training set; None to find out.
         class_names: of a training table, whose numbers the classes of another one get, which may
             lack some; empty to find them.
-        decimal: the decimal mark of a table, "." or ","; empty to find it.
+        decimal: the decimal mark of a table, "." or ","; empty for the one that its numbers show.
+        header: whether the first row of a table names its columns.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
@@ -166,9 +171,17 @@ def load(
         >>> len(train), len(test), train.sample_shape, train.classes
         (1438, 359, (8, 8, 1), 10)
     """
-    name = name_or_path
     columns = tuple(drop), tuple(text_columns), tuple(sample_shape)
-    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names), decimal)
+    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
+    split_by = replace(rules, split=(test_fraction, seed))
+    if is_frame(name_or_path):
+        name = type(name_or_path).__name__
+        _refuse_data_dir(name, data_dir)
+        if not header:
+            raise UsageError(f"a {name} has names of its columns; leave header out")
+        full = load_csv(name_or_path, name, predicts, split_by)
+        return check_pair(*split(full, test_fraction, seed))
+    name = name_or_path
     if name in NAMES:
         refuse_rules(f"data set {name!r}", rules)
     if name in DOWNLOADED:
@@ -187,7 +200,6 @@ def load(
         if path.is_dir():
             train, test = _load_folder(path, predicts, rules)
         elif is_table(path):
-            split_by = replace(rules, split=(test_fraction, seed))
             train, test = load_csv(path, stem, kind, split_by), None
         elif path.name.endswith(".npz"):
             train, test = load_npz(path, stem, kind, rules)

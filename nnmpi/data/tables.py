@@ -1,68 +1,72 @@
-"""Tables and arrays: CSV files, tables in memory and NumPy archives.
+"""Tables: CSV files, and DataFrames. One rule, without guesses:
 
-    sepal_length_cm,petal_length_cm,species      a header, if something shows that it is one
+    sepal_length_cm,petal_length_cm,species      the first row names the columns
     5.1,1.4,setosa                               features, and the label in the last column or in
     7.0,4.7,versicolor                           the one named `target`
 
-Cells are separated by commas, semicolons, tabs, bars or spaces. The first row is names if a text
-stands above numbers, or if its cells do not occur below them. Features may be numbers, dates and
-texts: see `columns`; what a cell says: see `cells`. A first column that only numbers the rows is
-left out, and so are rows without a label. Orange's .tab files have two more header lines.
+    text        UTF-8, plain or .gz; cells with a separator or a line's end stand between quotes
+    separator   the one of tab, semicolon, bar and comma that occurs in the first row; a first row
+                with none of them is of a table of one column
+    names       the first row, all different and no numbers; with header=False the columns are
+                called 1, 2, 3 ...; a first column without a name is an index, and left out
+    numbers     5, -1.5, 2e-3, with one decimal mark in the table: the point, or the comma if all
+                show it or `decimal` says so; nothing between thousands; true and false are 1 and 0
+    dates       2024-03-01, with a time or without
+    missing     empty, or a word of `dataset.MISSING`: NA, nan, null, ? ...; a row without a label
+                is left out
+    texts       everything else, as it is written, without spaces around it
 
-A decimal mark belongs to a file: columns of numbers show it, by cells that only one mark reads.
+What becomes of a column of numbers, dates or texts: see `columns`. What is no such table is refused
+with the line of pandas that makes it one; a DataFrame is read by the same rule, but its texts
+remain texts. A table to evaluate or to predict from has its columns found by name; without names,
+they stand in the order of the training table.
 
 Labels of a table are text or integers. The classes are the labels that occur in the training table,
 sorted: integers need not begin at 0 nor be consecutive. `class_names` maps classes to labels. With
 predicts="quantities", the label is a number to predict.
-
-An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test, or another name of a
-held-out part (`dataset.HELD_OUT`), in any capitals.
-
-    x    (n, ...), any real dtype: uint8 stays uint8 with scale 1/255, the rest becomes float32.
-         3-D quantities are grayscale images and get a channel axis.
-         Tokens: uint16 or uint32, or other integers (n, time) with several labels per sample.
-    y    (n,) or (n, 1): integers from 0 on
-         (n, ...): several labels per sample; -1 does not count
-         any real dtype with predicts="quantities"
 """
 
 import csv
 import re
-import zipfile
 from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from math import nan, prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
-from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
-from nnmpi.data.cells import BOOLS, MARKS, amount, class_key, mark_of, number
-from nnmpi.data.columns import Encoding, Table, encode, find_places, finder, fit
-from nnmpi.data.dataset import (
-    HELD_OUT,
-    MISSING,
-    TOKEN_TYPES,
-    TRAIN,
-    Dataset,
-    LabelKind,
-    as_float32,
-    judge_classes,
-    narrowed,
-    split_indices,
+from nnmpi.base.files import read_lines
+from nnmpi.data.cells import (
+    BOOLS,
+    MARKS,
+    Cell,
+    class_key,
+    days,
+    is_missing,
+    is_number,
+    mark_of,
+    number,
+    spelled,
 )
+from nnmpi.data.columns import (
+    INDEX_NAMES,
+    ColumnKind,
+    Encoding,
+    Table,
+    by_pandas,
+    check_spelling,
+    encode,
+    fit,
+    kind_of,
+)
+from nnmpi.data.dataset import MISSING, Dataset, LabelKind, judge_classes, narrowed, split_indices
 
-TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
-TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
-PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
-OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 HINT = "to predict numbers, give predicts='quantities'"
 ENDINGS = (".csv", ".tsv", ".tab", ".data")
 # what reads files of other kinds, by their suffix
@@ -93,15 +97,13 @@ arff pandas.DataFrame(scipy.io.arff.loadarff({})[0])
 mat pandas.DataFrame(scipy.io.loadmat({})['x'])
 npy pandas.DataFrame(numpy.load({}))""".splitlines()
 )
-SEPARATORS = "\t;|, "  # in this order: a table by semicolons may have a comma in each row, too
-SNIFFED_LINES = 50
-MARK_ROWS = 1000  # that show the decimal mark; more are read only if they do not
-FEW = 20  # one cell of so many may be odd
+SEPARATORS = "\t;|,"
+NO_SEPARATOR = "\x1f"  # of a table of one column: no cell may have it
 CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
-YEARS = 1500, 2100  # numbers that may be names of columns
-# in Orange's second header line
+# The second line of a table of Orange's names the kinds of its columns.
 ORANGE_KINDS = frozenset(["c", "d", "s", "t", "continuous", "discrete", "string", "time"])
+UNREAD = "nan"  # in place of a cell that is not read as a number
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ class TableRules:
             table, of which whole numbers up to 255 are pixels if a sample is an image.
         class_names: of the training table, for another one, which may lack some; empty to find
             them.
-        decimal: the decimal mark, "." or ","; empty to find it.
+        decimal: the decimal mark, "." or ","; empty for that of the training table, and in a
+            training table for the one that its numbers show.
+        header: whether the first row of a file names the columns.
         split: the share of the test part and the seed, of a training table that will be split.
     """
 
@@ -130,7 +134,11 @@ class TableRules:
     as_bytes: bool | None = None
     class_names: tuple[str, ...] = ()
     decimal: str = ""
+    header: bool = True
     split: tuple[float, int] | None = None
+
+
+NO_RULES = TableRules()
 
 
 def is_table(path: Path) -> bool:
@@ -146,234 +154,266 @@ def other_kind(path: Path) -> UsageError:
     )
     return UsageError(
         f"{path}: .{kind} files are not read; write a table, {code}.to_csv('table.csv',"
-        f" index=False), or in a program train on nnmpi.data.Loader({code}, 32); read are"
+        f" index=False), or in a program train on nnmpi.data.load({code}); read are"
         f" {', '.join(ENDINGS)}, .npz and folders, and of texts .txt, .jsonl and .csv"
     )
 
 
-def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row's line number and cells, separated by commas; blank lines are skipped."""
-    width = 0
-    for line, cells in _split(path, read_lines(path), ","):
-        width = width or len(cells)
-        _check_width(path, line, cells, width)
-        yield line, cells
+# ---- the rows of a file ----
 
 
-def _check_width(source: object, line: int, cells: Sequence[str], width: int) -> None:
-    if len(cells) != width:
-        raise DataError(
-            f"{source}, line {line}: {counted(len(cells), 'cell')}, but the first line has {width};"
-            " put a cell with a separator in it between quotation marks"
-        )
+def read_cells(
+    path: Path, separator: str = "", header: bool = True
+) -> Generator[tuple[int, list[str]]]:
+    """Yield each row's line number and cells, all of one length; blank lines are no rows.
 
+    Args:
+        path: of the file.
+        separator: of the cells; empty to find it.
+        header: whether the first row is names.
 
-def _split(
-    path: Path, lines: Iterable[str], separator: str, strict: bool = True
-) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row that is not blank."""
+    Raises:
+        DataError: for what is no table; see the module.
+    """
     csv.field_size_limit(CELL_BYTES)
-    if separator == " ":
-        lines = (" ".join(line.split()) for line in lines)
-    reader = csv.reader(lines, strict=strict, delimiter=separator, skipinitialspace=True)
+    separator = separator or find_separator(path)
+    reader = csv.reader(_lines(path), strict=True, delimiter=separator)
+    width, begin = 0, 1
     try:
         for cells in reader:
-            if cells[1:] or any(map(str.strip, cells)):
+            if len(cells) > 1 or (cells and (cells[0].strip() or cells == [""])):
+                width = width or len(cells)
+                if len(cells) != width:
+                    raise _ragged(path, reader.line_num, len(cells), width, header)
                 yield reader.line_num, cells
+            elif width == 1:
+                raise DataError(
+                    f"{path}, line {reader.line_num} is blank; remove it, or write a missing cell"
+                    ' of a table of one column as ""'
+                )
+            begin = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+        raise DataError(
+            f"{path}, line {begin}: not CSV ({_what_csv_says(error)}); a cell with a quotation mark"
+            ' in it stands between quotation marks, its own ones doubled, "like ""this"""'
+        ) from error
 
 
-def find_separator(path: Path, lines: Iterable[str]) -> str:
-    """Return the separator that cuts the first lines into equally many cells; else the comma."""
-    first = [*islice(filter(str.strip, lines), SNIFFED_LINES)]
-    if any("\0" in line for line in first):
-        raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
-    if path.suffix == ".tab" and "\t" in "".join(first[:1]):
-        return "\t"
-    for separator in SEPARATORS:
-        rows = [cells for _, cells in _split(path, first, separator, strict=False)]
-        # the last line may be in the middle of a cell
-        widths = [len(cells) for cells in rows[: len(rows) - (len(first) == SNIFFED_LINES)]]
-        if len({*widths[1:]}) == 1:
-            names, width = rows[0], widths[1]
-            if width > 1 and (len(names) in (width, width - 1) or _counts(names, width)):
-                return separator
-        elif len(widths) == 1 < widths[0]:
-            return separator
-    return ","
+def _what_csv_says(error: csv.Error) -> str:
+    """Return Python's words, or clearer ones."""
+    if "end of data" in str(error):
+        return "a quotation mark that begins a cell is not closed"
+    if "expected after" in str(error):
+        return "a separator or the line's end must follow the quotation mark that ends a cell"
+    return str(error)
 
 
-def find_mark(
-    source: object,
-    separator: str,
-    rows: Iterable[tuple[int, list[str]]],
-    places: Collection[int],
-    known: str = "",
-) -> tuple[str, list[str]]:
-    """Return the decimal mark of a file, and a sentence if its cells did not show it.
-
-    A column of numbers shows it. One number that only the other mark reads is a typing error beside
-    others that both read. Without a sign of it, commas between cells leave the point.
-
-    Args:
-        source: for messages.
-        separator: of the cells.
-        rows: line numbers and cells.
-        places: of the columns that may show it.
-        known: the mark of the training table, which decides if none is shown; empty for none.
-
-    Raises:
-        DataError: if two columns show different ones, or numbers read as two and none is shown.
-    """
-    counts = {place: Counter[str]() for place in places}
-    found, sure = dict[tuple[int, str], str](), set[tuple[int, str]]()
-
-    def shown() -> dict[str, str]:
-        """Return where each mark is shown, and where both would do."""
-        result = dict[str, str]()
-        for (place, mark), where in found.items():
-            count, is_one = counts[place], mark in MARKS
-            odd = count["text"] + is_one * count[MARKS[mark == MARKS[0]]]
-            # between commas, a comma within a cell is rather one between thousands
-            likely = count[mark] * (1 if mark == separator else FEW) >= count["both"]
-            if odd * FEW <= count.total() and (likely or (place, mark) in sure):
-                result.setdefault(mark, where)
-        return result
-
-    for at, (line, cells) in enumerate(rows):
-        row = "".join(cells)
-        for place in places if "." in row or "," in row else ():
-            what = mark_of(cell := cells[place]) if place < len(cells) else ""
-            if not at and what == "text":
-                continue
-            counts[place][what] += 1
-            # 1.200,5 and 0,5 leave no doubt
-            if what in (*MARKS,) and (re.match("[+-]?0", cell) or {*MARKS} <= {*cell}):
-                sure.add((place, what))
-            if what not in ("", "text") and (place, what) not in found:
-                values = [item[0] for mark in MARKS if (item := amount(cell, mark))]
-                either = f" is {' or '.join(f'{value:.15g}' for value in values)}"
-                where = f"line {line}, column {place + 1}: {cell!r}"
-                found[place, what] = where + either * (what == "both")
-        if at % MARK_ROWS == MARK_ROWS - 1 and {*shown()} & {*MARKS}:
-            break
-    remedy = "name the decimal mark of the table, decimal='.' or decimal=','"
-    result = shown()
-    either = result.pop("both", "")
-    if len(result) > 1:
-        signs = " and ".join(result.values())
-        raise DataError(f"{source}: the decimal marks differ, in {signs}; {remedy}")
-    if either and not result and not known and separator != ",":
-        raise DataError(f"{source}, {either}; {remedy}")
-    told = f"{either}; the training table's decimal mark, {known!r}, is taken"
-    return next(iter(result), known or "."), [told] * bool(either and known and not result)
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a table, with their ends."""
+    ends_with_return = None
+    try:
+        for line in read_lines(path, newline=""):
+            if "\0" in line:
+                raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
+            if line.endswith("\r") and ends_with_return is False:
+                raise DataError(
+                    f"{path} has a carriage return within a line, which may or may not end it;"
+                    " remove it"
+                )
+            if ends_with_return is None:
+                ends_with_return = line.endswith("\r")
+            yield line
+    except DataError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError):
+            raise
+        raise DataError(f"{error}, or {by_pandas(path, 'encoding=...')}") from error.__cause__
 
 
-def _counts(first: Sequence[str], width: int) -> bool:
-    """Return whether a first line has scikit-learn's form: rows, features, two or more classes."""
-    return len(first) > 3 and first[0].isdecimal() and first[1] == str(width - 1)
-
-
-def read_csv(source: Any, rules: TableRules = TableRules(), labelled: bool = True) -> Table:
-    """Parse a table: a CSV file, plain or .gz, in UTF-8, or else in Windows' code page 1252.
+def find_separator(path: Path, not_this: str = "") -> str:
+    """Return the separator that occurs in the first row, outside of quotes.
 
     Args:
-        source: the file; or, of a trained model, a DataFrame, a mapping of columns, mappings of
-            cells, or rows.
-        rules: how to read it.
-        labelled: whether to read labels; a table without them needs the encoding of another one.
+        path: of the file.
+        not_this: one that does not count.
 
     Raises:
-        UsageError: for a column that the table does not have.
-        DataError: for a damaged table; the message names line and column.
+        DataError: if several do.
     """
-    if rules.decimal not in ("", *MARKS):
-        raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
-    rows = _rows_of(source) if isinstance(source, Path) else _rows_in(source, rules)
-    table, places = _parse(rows, rules, labelled)
-    encoding, notes = rules.encoding, list[str]()
-    if not encoding:
-        documents = [_place(table.source, table.names, name) for name in rules.text_columns]
-        encoding, notes = fit(table, places, documents)
-        places = [column.place for column in encoding]
-    features, about = encode(table, encoding, places)
-    samples = _shaped(table, features, encoding, rules)
-    return replace(table, encoding=encoding, features=samples, notes=(*table.notes, *notes, *about))
+    bare = re.sub(r'"[^"]*"', "", _first_row(path))
+    if bare[:4].lower() == "sep=":
+        raise DataError(
+            f"{path}: the first line names a separator and no columns; remove it, or"
+            f" {by_pandas(path, f'sep={bare[4:5]!r}, skiprows=1')}"
+        )
+    found = [mark for mark in SEPARATORS if mark in bare and mark != not_this]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: the first line has {' and '.join(map(repr, found))}, so it is unclear what"
+            " separates the cells; put the cells that contain one between quotation marks, or"
+            f" {by_pandas(path, f'sep={found[0]!r}')}"
+        )
+    return found[0] if found else NO_SEPARATOR
+
+
+def _first_row(path: Path) -> str:
+    """Return the lines of the first row: of quoted cells, there may be several."""
+    result, quotes = list[str](), 0
+    for line in _lines(path):
+        if result or line.strip():
+            result.append(line)
+            quotes += line.count('"')
+            if quotes % 2 == 0:
+                break
+    return "".join(result)
+
+
+def _ragged(path: Path, line: int, count: int, width: int, header: bool) -> DataError:
+    """Return the error about a row of another length than the first."""
+    what = f"{path}, line {line}: {counted(count, 'cell')}, but the first line has {width}"
+    remedy = "put a cell with a separator in it between quotation marks"
+    if header and count == width + 1:
+        remedy += f"; if the first column has no name, {by_pandas(path, 'index_col=0')}"
+    return DataError(f"{what}; {remedy}")
+
+
+# ---- the rows of any table ----
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table, as texts.
+    """The rows of a table.
 
     Attributes:
-        source: the file, for messages.
-        read: called for the line number and cells of each row; the first one may be names.
+        source: the file, or the type of another object, for messages.
+        read: called for the line number and cells of each row of data.
+        width: the number of cells of each row.
+        header: the names of the columns as they are given, or None.
+        line: of the first row.
         separator: of the cells.
-        is_named: whether the first row is names; None if only the others can tell.
-        class_names: in scikit-learn's first line.
-        roles: of the columns, in Orange's third line.
-        mark: the decimal mark; empty to find it.
     """
 
     source: object
-    read: Callable[[], Iterator[tuple[int, list[str]]]]
+    read: Callable[[], Iterator[tuple[int, list[Cell]]]]
+    width: int
+    header: list[str] | None
+    line: int = 0
     separator: str = ""
-    is_named: bool | None = None
-    class_names: Sequence[str] = ()
-    roles: Sequence[str] = ()
-    mark: str = ""
+
+    @property
+    def is_file(self) -> bool:
+        return isinstance(self.source, Path)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the first column has no name, as an index that pandas writes."""
+        return self.header is not None and self.header[0] in INDEX_NAMES
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns' names; one without a name, or without a header, is called by its number."""
+        if self.header is None:
+            return tuple(str(number) for number in range(1, self.width + 1))
+        return tuple(name or f"column {number}" for number, name in enumerate(self.header, start=1))
+
+    def check_header(self) -> None:
+        """Refuse a first row that may be data: with a number or a date.
+
+        Raises:
+            DataError: with the cell.
+        """
+        for place, name in enumerate(self.header or () if self.is_file else ()):
+            if not is_missing(name) and (number(name) is not None or days(name) is not None):
+                raise DataError(
+                    f"{self.source}, line {self.line}, column {place + 1}: {shortened(repr(name))}"
+                    " is no name of a column; if the table has no header, give header=False, and"
+                    " else names that are no numbers, such as"
+                    f" {shortened(repr(f'column {name}'))}"
+                )
 
 
-def _rows_of(path: Path) -> _Rows:
-    separator = find_separator(path, read_lines(path, "surrogateescape"))
-
-    def read(begin: int = 0) -> Iterator[tuple[int, list[str]]]:
-        return islice(_split(path, read_lines(path, "surrogateescape"), separator), begin, None)
-
-    head = [*islice(read(), 3)]
-    if not head:
-        raise DataError(f"{path}: the table has no rows of data")
-    (_, first), (line, second), (after, third) = (head * 3)[:3]
-    if _counts(first, len(second)) and sum(1 for _ in read()) == int(first[0]) + 1:
-        return _Rows(path, lambda: read(1), separator, class_names=first[2:])
-    if len(first) == len(second) - 1 and None in {*map(number, first)}:
-        first.insert(0, "")  # R's names of rows have no name
-    if path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS:
-        used = 2 + (after == line + 1)  # Orange's third line may be blank
-        roles = [cell[:1].lower() for cell in third * (used - 2)]
-        return _Rows(path, lambda: chain(head[:1], read(used)), separator, True, roles=roles)
-    return _Rows(path, lambda: chain(head[:1], read(1)), separator)
+def _name_of(value: object) -> str:
+    """Return a column's name as one line, without spaces around it."""
+    return " ".join(str(value).strip().splitlines())
 
 
-def _rows_in(source: Any, rules: TableRules) -> _Rows:
-    """Return the rows of a table in memory; its numbers are written with the decimal mark.
+def _check_different(source: object, names: Sequence[str]) -> None:
+    """Refuse two columns of one name.
 
-    The mark is the training table's, so that no row depends on the others.
+    Raises:
+        DataError: with the name.
     """
-    name, mark = type(source).__name__, rules.decimal or rules.encoding[0].mark or "."
+    places = dict[str, int]()
+    for place, name in enumerate(names):
+        if places.setdefault(name, place) != place:
+            raise DataError(
+                f"{source}: columns {places[name] + 1} and {place + 1} are both named"
+                f" {shortened(repr(name))}; rename one of them"
+            )
+
+
+def _rows_of(path: Path, rules: TableRules) -> _Rows:
+    """Return the rows of a file."""
+    mark = rules.decimal or (rules.encoding[0].mark if rules.encoding else "")
+    # Without a header the first row may be 1,5: of a table of one column, if that is a number.
+    separator = find_separator(path, "" if rules.header or mark != "," else ",")
+
+    def read() -> Iterator[tuple[int, list[Cell]]]:
+        rows = read_cells(path, separator, rules.header)
+        if rules.header:
+            next(rows)
+        return rows
+
+    with closing(read_cells(path, separator, rules.header)) as rows:
+        line, first = next(rows, (1, []))
+        _, second = next(rows, (1, []))
+    kinds = {cell.strip().lower() for cell in second} - {""}
+    if rules.header and kinds and (kinds <= ORANGE_KINDS or (_is_orange(path, kinds))):
+        raise DataError(
+            f"{path}: the second line names kinds of columns, as Orange's tables have; leave lines"
+            f" 2 and 3 out, or {by_pandas(path, 'sep=..., skiprows=[1, 2]')}"
+        )
+    if not (second if rules.header else first):
+        raise DataError(f"{path}: the table has no rows of data")
+    header = [*map(_name_of, first)] if rules.header else None
+    return _Rows(path, read, len(first), header, line, separator)
+
+
+def _is_orange(path: Path, kinds: Collection[str]) -> bool:
+    """Return whether some kinds are Orange's, in a file that has its suffix."""
+    return path.name.removesuffix(".gz").endswith(".tab") and bool(ORANGE_KINDS & {*kinds})
+
+
+def is_frame(source: Any) -> bool:
+    """Return whether an object is a DataFrame, of pandas or polars."""
+    return hasattr(type(source), "columns") and hasattr(type(source), "to_numpy")
+
+
+def _rows_in(source: Any) -> _Rows:
+    """Return the rows of a table in memory."""
+    name = type(source).__name__
     is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
     try:
         names = [*getattr(source, "columns", source)] if is_columns else None
+        if names is not None:
+            _check_different(name, [*map(_name_of, names)])
         columns = (_cells_of(source[item]) for item in names or ())
         rows = [*zip(*columns, strict=True)] if names else [*source]
         if names is None and rows and isinstance(rows[0], Mapping):
             names = [*rows[0]]
             rows = [[row[item] for item in names] for row in rows]
-        lines = [[*_cells_of(row)] for row in ([] if names is None else [names]) + rows]
+        cells = [[*map(_cell_of, _cells_of(row))] for row in rows]
+        width = len(names or (cells[0] if cells else ()))
+        if any(len(row) != width for row in cells):
+            raise ValueError("rows of several lengths")
     except (TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the {name} is no table; give a DataFrame, a dictionary of columns of one length, or"
             " rows with the same columns"
         ) from error
-
-    def text(cell: Any) -> str:
-        # Decimal and arrays of one number are no Real
-        is_number = hasattr(cell, "__float__") and not isinstance(cell, str)
-        return str(cell).replace(".", mark) if is_number else str(cell)
-
-    texts = [(line, [*map(text, cells)]) for line, cells in enumerate(lines, names is None)]
-    return _Rows(name, lambda: iter(texts), is_named=names is not None, mark=mark)
+    if not cells:
+        raise DataError(f"{name}: the table has no rows of data")
+    header = None if names is None else [*map(_name_of, names)]
+    return _Rows(name, lambda: ((line, [*row]) for line, row in enumerate(cells, 1)), width, header)
 
 
 def _cells_of(values: Any) -> Any:
@@ -381,189 +421,442 @@ def _cells_of(values: Any) -> Any:
     return np.asarray(values) if hasattr(values, "__dlpack__") else values
 
 
-def _parse(rows: _Rows, rules: TableRules, labelled: bool) -> tuple[Table, list[int]]:
-    """Return a table without features, and the places of its columns."""
-    path, encoding, is_named = rows.source, rules.encoding, rows.is_named
-    begin, first = next(rows.read(), (1, []))
-    width, target, notes, is_known = len(first), -1, list[str](), False
-    if width < 1 + (labelled and not encoding):
-        raise DataError(
-            f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
-            " label, with commas, semicolons, tabs, bars or spaces between them"
-        )
-    figures = [*map(number, first)]
-    if width > 2 and is_named is None and figures == [*range(width)]:
-        raise DataError(
-            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
-            " writes it for columns without names; write the table with to_csv(path, index=False,"
-            " header=False), or give the columns names"
-        )
-    names = _unique(first)
-    if encoding:
-        left, is_known, is_named = find_places(path, first, names, encoding, is_named)
-        unread = {*range(width)} - {*left}
-        if labelled and not unread:
-            raise DataError(
-                f"{path}: each column is a feature of the model, so none is the label; for a table"
-                " without labels call nnmpi.load(run).predict(table)"
-            )
-        if labelled and is_known and not rules.target:
-            spare = [names[place] for place in sorted(unread)]
-            raise UsageError(
-                f"{path}: the model takes no column {shortened(', '.join(spare))}; name the"
-                f" label's, target={spare[-1]!r}"
-            )
-        if not is_known and rows.is_named is not False:
-            notes.append("the columns are taken in the order of the training table")
-        free = sorted(unread)
-        voters = [
-            place
-            for column, place in zip(encoding, left, strict=True)
-            if column.kind in ("number", "date")
-        ]
-    else:
-        if not first[0].strip() and figures[1:] in ([*range(width - 1)], [*range(1, width)]):
-            is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
-        unread = {_place(path, names, name) for name in rules.drop}
-        unread |= {place for place, role in enumerate(rows.roles) if role in ("m", "i")}
-        free = left = voters = [place for place in range(width) if place not in unread]
-        asked = {rules.target, *rules.drop, *rules.text_columns}
-        is_named = is_named or any(not name.isdecimal() for name in asked & {*names}) or None
-    if labelled and free:
-        target = rows.roles.index("c") if "c" in rows.roles else free[-1]
-        if rules.target and (is_known or not encoding):
-            target = _place(path, names, rules.target)
-        left = [place for place in left if place != target]
-    mark = rules.decimal or rows.mark
-    if not mark:
-        known = encoding[0].mark if encoding else ""
-        mark, about = find_mark(path, rows.separator, rows.read(), {*voters, target} - {-1}, known)
-        notes += about
-    unread -= {target}
-    values, texts = array("d"), tuple(dict[int, str]() for _ in range(width))
-    labels, lines, unlabelled = list[str](), list[int](), 0
-    for line, cells in rows.read():
-        _check_width(path, line, cells, width)
-        label = _decoded(cells[target].strip()) if labelled else ""
-        if labelled and labels and label.lower() in NO_LABEL:
-            unlabelled += 1
-            continue
-        for place in unread:
-            cells[place] = ""
-        numbers = [number(cell, mark) for cell in cells]
-        if None in numbers:
-            for place, value in enumerate(numbers):
-                if value is None:
-                    texts[place][len(labels)] = _decoded(cells[place].strip())
-                    numbers[place] = nan
-        labels.append(label)
-        lines.append(line)
-        values.extend(cast(list[float], numbers))
-    matrix = np.frombuffer(values).reshape(len(labels), width)
-    if is_named is None:
-        is_named, is_sure = _is_named(matrix, texts, target)
-        if is_named and not is_sure:
-            notes.append(f"line {begin} is taken as the names of the columns")
-    start = int(is_named)
-    if labelled and not start and labels[0].lower() in NO_LABEL:
-        start, unlabelled = 1, unlabelled + 1
-    if len(labels) == start and unlabelled:
-        other = f", such as target={names[left[-1]]!r}" if left else ""
-        raise DataError(
-            f"{path}: no row has a label in column {names[target]!r}; give another column{other}"
-        )
-    if len(labels) == start:
-        raise DataError(f"{path}: the table has no rows of data")
-    labels = labels[start:]
-    if unlabelled:
-        notes.append(f"{counted(unlabelled, 'row')} without a label left out")
-    if rows.class_names and {*labels} <= {*map(str, range(len(rows.class_names)))}:
-        labels = [rows.class_names[int(label)] for label in labels]
-    if not is_named:
-        names = tuple(str(number) for number in range(1, width + 1))
-    training = split_indices(len(labels), *rules.split)[0] if rules.split else slice(None)
-    below = ({row - start: text for row, text in column.items()} for column in texts)
-    table = Table(
-        path,
-        lines[start:],
-        names,
-        is_named,
-        matrix[start:],
-        tuple({row: text for row, text in column.items() if row >= 0} for column in below),
-        mark,
-        None if encoding else training,
-        tuple(labels),
-        names[target] if labelled else "",
-        tuple(notes),
-    )
-    return table, left
+def _cell_of(value: Any) -> Cell:
+    """Return a cell: a number of any type, or a text."""
+    value = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
+    return value if is_number(value) else str(value)
 
 
-def _is_named(
-    matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]], target: int
-) -> tuple[bool, bool]:
-    """Return whether the first row of a training table is names, and whether no number is one.
+# ---- which columns are read ----
 
-    Its texts do not occur below: the target's may, as one of its classes, if others show a header.
-    A text shows one above numbers, and above texts that are repeated. Its numbers are names if they
-    count from 0 or 1, or rise or fall above other numbers, such as years or wavelengths.
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is read of a table.
+
+    Attributes:
+        places: of the features' columns.
+        texts: those among them that are known to be texts.
+        target: the place of the label; -1 for none.
+        notes: sentences.
     """
-    top, below = matrix[0], matrix[1:]
-    figures = np.flatnonzero(~np.isnan(top))
-    words = {place: [*column.values()] for place, column in enumerate(texts) if 0 in column}
-    found, above, repeated = list[int](), False, 0
-    for place, (word, *cells) in words.items():
-        above |= not cells and not np.isnan(below[:, place]).all()
-        repeated += 0 < 2 * len({*cells}) <= len(cells)
-        found += [place] * (word in cells)
-    if not len(figures):
-        is_class = found == [target] and repeated == len(words) > 1
-        return bool(words) and (not found or above or is_class), above and not found
-    if found or len(figures) < 2 and not words:
-        return False, True
-    steps = np.diff(top[figures])
-    rises, falls = (steps > 0).all(), (steps < 0).all()
-    counts = top[figures[0]] in (0, 1) and (steps == 1).all() and (above or len(steps) > 0)
-    years = _are_years(top[figures]).all() and not _are_years(below[:, figures]).all(axis=0).any()
-    is_clear = above or repeated + (len(figures) > 3) > 1
-    is_sorted = len(steps) > 0 and (rises or falls)
-    shows = above or repeated or (years and not words)
-    return bool((is_sorted and is_clear) or (rises and shows and (counts or years))), False
+
+    places: list[int]
+    texts: list[int]
+    target: int
+    notes: tuple[str, ...] = ()
 
 
-def _are_years(values: NDArray[np.float64]) -> Any:
-    """Return which numbers may be years; a missing one may."""
-    least, most = YEARS
-    whole = (values >= least) & (values <= most) & (values == np.rint(values))
-    return whole | np.isnan(values)
+def _plan_training(rows: _Rows, rules: TableRules) -> _Plan:
+    """Return what is read of a training table."""
+    if rows.width < 2:
+        remedy = f", or {by_pandas(rows.source, 'sep=...')}" if rows.is_file else ""
+        raise DataError(
+            f"{rows.source}, line {rows.line}: {counted(rows.width, 'cell')}; needs at least one"
+            " feature, then the label, with commas, semicolons, tabs or bars between them"
+            f"{remedy}"
+        )
+    rows.check_header()
+    _check_different(rows.source, rows.names)
+    place_of = _finder(rows.source, rows.names)
+    dropped = {*map(place_of, rules.drop)}
+    left = [place for place in range(rows.width) if place not in dropped]
+    target = place_of(rules.target) if rules.target else left[-1] if left else -1
+    return _Plan([place for place in left if place != target], [], target)
 
 
-def _unique(cells: Sequence[str]) -> tuple[str, ...]:
-    """Return a header's names; one without a name, or that occurs again, gets its number."""
-    names = [
-        _decoded(cell.strip()) or f"column {number}" for number, cell in enumerate(cells, start=1)
+def _plan_other(rows: _Rows, rules: TableRules, labelled: bool) -> _Plan:
+    """Return what is read of a table for which the training table's encoding holds."""
+    encoding, names = rules.encoding, rows.names
+    _check_different(rows.source, rows.names)
+    places, is_known = find_places(
+        rows.source, names, encoding, rows.header is not None, rows.has_index
+    )
+    if not is_known:
+        rows.check_header()
+    texts = [
+        place
+        for column, place in zip(encoding, places, strict=True)
+        if column.kind in ("text", "words")
     ]
-    return tuple(
-        name if name not in names[:at] else f"{name}.{at + 1}" for at, name in enumerate(names)
-    )
+    notes = tuple[str, ...]()
+    if not is_known and rows.is_file and _has_names(encoding):
+        notes = ("the columns are taken in the order of the training table",)
+    if not labelled:
+        return _Plan(places, texts, -1, notes)
+    features = {*places}
+    spare = [place for place in range(rows.has_index, rows.width) if place not in features]
+    if not spare:
+        raise DataError(
+            f"{rows.source}: each column is a feature of the model, so none is the label; for a"
+            " table without labels call nnmpi.load(run).predict(table)"
+        )
+    if is_known and not rules.target:
+        raise UsageError(
+            f"{rows.source}: the model takes no column"
+            f" {shortened(', '.join(names[place] for place in spare))}; name the label's,"
+            f" target={names[spare[-1]]!r}"
+        )
+    if is_known or (rules.target.isdecimal() and not _has_names(encoding)):
+        return _Plan(places, texts, _finder(rows.source, names)(rules.target), notes)
+    if len(spare) > 1:
+        raise DataError(
+            f"{rows.source}: {len(spare)} columns are no features of the model, and without their"
+            " names it is unclear which is the label; give the table a header"
+        )
+    return _Plan(places, texts, spare[0], notes)
 
 
-def _place(source: object, names: Sequence[str], name: str) -> int:
-    """Return the place of a column, given by its number from 1 or by its name."""
-    if name.isdecimal() and 1 <= int(name) <= len(names):
-        return int(name) - 1
-    if (place := finder(names)(name)) >= 0:
+def _finder(source: object, names: Sequence[str]) -> Callable[[str], int]:
+    """Return what finds the place of a column by its number from 1, or by its name."""
+    find = _by_name(names)
+
+    def place_of(name: str) -> int:
+        if name.isdecimal() and 1 <= int(name) <= len(names):
+            return int(name) - 1
+        if (place := find(name)) < 0:
+            first = shortened(", ".join(names), 1000)
+            raise UsageError(f"{source} has no column {name!r}; its first line is {first}")
         return place
-    raise UsageError(
-        f"{source} has no column {name!r}; its first line is {shortened(', '.join(names), 1000)}"
+
+    return place_of
+
+
+def _by_name(names: Sequence[str]) -> Callable[[str], int]:
+    """Return what finds the place of a name, or else of one in other capitals; -1 without it."""
+    places = {name: place for place, name in enumerate(names)}
+    others = {name.lower(): place for name, place in places.items()}
+    return lambda name: places.get(name, others.get(name.lower(), -1))
+
+
+def _has_names(encoding: Encoding) -> bool:
+    """Return whether the columns of the training table had names."""
+    return any(column.name != str(column.place + 1) for column in encoding)
+
+
+def find_places(
+    source: object,
+    names: Sequence[str],
+    encoding: Encoding,
+    is_named: bool = True,
+    has_index: bool = False,
+) -> tuple[list[int], bool]:
+    """Return where the columns of the rules are in another table, and whether by their names.
+
+    By name, without regard to case; without names on either side in the order of the training
+    table, with all its columns or with the features alone.
+
+    Args:
+        source: the table, for messages.
+        names: of its columns.
+        encoding: the rules.
+        is_named: whether it has a header.
+        has_index: whether the first column is an index, and no column of the rules.
+
+    Raises:
+        DataError: for a column that is missing, and for another number of columns.
+    """
+    needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
+    if is_named and _has_names(encoding):
+        places = [*map(_by_name(names), (item.name for item in encoding))]
+        taken = dict[int, str]()
+        for column, place in zip(encoding, places, strict=True):
+            if place < 0:
+                bare = "" if max(places) >= 0 else "; if it has no header, give header=False"
+                raise DataError(f"{source} has no column {column.name!r}; {needed}{bare}")
+            if taken.setdefault(place, column.name) != column.name:
+                raise DataError(
+                    f"{source} has one column for {taken[place]!r} and {column.name!r}; {needed}"
+                )
+        return places, True
+    columns = range(has_index, len(names))
+    if len(columns) == encoding[0].of:
+        return [columns[item.place] for item in encoding], False
+    if len(columns) != len(encoding):
+        raise DataError(f"{source}: {counted(len(columns), 'column')}; {needed}")
+    return [*columns], False
+
+
+# ---- reading ----
+
+
+def read_csv(source: Any, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
+    """Parse a table.
+
+    Args:
+        source: the file, or a DataFrame; of a trained model also a mapping of columns, mappings of
+            cells, or rows.
+        rules: how to read it.
+        labelled: whether to read labels; a table without them needs the encoding of another one.
+
+    Raises:
+        UsageError: for a column that the table does not have.
+        DataError: for a damaged table, and for what is none by the rules of this module; the
+            message names line and column.
+    """
+    if rules.decimal not in ("", *MARKS):
+        raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
+    rows = _rows_of(source, rules) if isinstance(source, Path) else _rows_in(source)
+    encoding = rules.encoding
+    plan = _plan_other(rows, rules, labelled) if encoding else _plan_training(rows, rules)
+    read = _read(rows, plan, rules)
+    training = split_indices(len(read.lines), *rules.split)[0] if rules.split else slice(None)
+    names = rows.names
+    table = Table(
+        rows.source,
+        read.lines,
+        names,
+        rows.header is not None,
+        read.matrix,
+        read.texts,
+        read.mark,
+        None if encoding else training,
+        tuple(read.labels),
+        names[plan.target] if plan.target >= 0 else "",
+        (*plan.notes, *read.notes),
     )
+    places, notes = plan.places, list[str]()
+    if not encoding:
+        place_of = _finder(rows.source, names)
+        documents = {*map(place_of, rules.text_columns)}
+        kinds = _find_kinds(rows, plan, read, documents)
+        encoding, notes = fit(table, kinds, rows.has_index)
+        places = [column.place for column in encoding]
+    features, about = encode(table, encoding, places)
+    samples = _shaped(table, features, encoding, rules)
+    return replace(table, encoding=encoding, features=samples, notes=(*table.notes, *notes, *about))
 
 
-def _decoded(cell: str) -> str:
-    """Return a text in which bytes that are not UTF-8 are read as Windows-1252."""
-    if cell.isascii() or not any("\udc80" <= letter <= "\udcff" for letter in cell):
-        return cell
-    return cell.encode("utf-8", "surrogateescape").decode("cp1252", "replace")
+@dataclass
+class _Read:
+    """The cells of a table.
+
+    Attributes:
+        width: the number of columns.
+        mark: the decimal mark.
+        values: numbers, row by row; NaN for a missing cell and for a text.
+        texts: {column: {row: text}}.
+        lines: the line number of each row.
+        labels: of each row.
+        unlabelled: how many rows were left out, which have no label.
+        shown: by `mark_of`: where it is shown.
+    """
+
+    width: int
+    mark: str
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    texts: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    lines: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    unlabelled: int = 0
+    shown: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        return np.frombuffer(self.values).reshape(len(self.lines), self.width)
+
+    def note_mark(self, line: int, place: int, cell: str) -> None:
+        """Note the decimal mark that a cell shows."""
+        if ("." in cell or "," in cell) and (mark := mark_of(cell)):
+            sign = mark + ("," if "," in cell else ".") if mark == "?" else mark
+            if sign not in self.shown:
+                where = f"line {line}, column {place + 1}: {shortened(repr(cell))}"
+                self.shown[sign] = where
+
+    @property
+    def notes(self) -> list[str]:
+        told = f"{counted(self.unlabelled, 'row')} without a label left out"
+        return [told] * bool(self.unlabelled)
+
+
+def _labelled(rows: _Rows, plan: _Plan, mark: str) -> Iterator[tuple[int, str | None, list[Cell]]]:
+    """Yield the line, label and cells of each row; the label is None if there is none."""
+    for line, cells in rows.read():
+        label: str | None = ""
+        if plan.target >= 0:
+            label = spelled(cells[plan.target], mark)
+            if label.strip().lower() in NO_LABEL:
+                label = None
+        yield line, label, cells
+
+
+def _read(rows: _Rows, plan: _Plan, rules: TableRules) -> _Read:
+    """Return the cells of a table.
+
+    Raises:
+        DataError: for a table without rows, and one whose decimal mark is unclear.
+    """
+    known = rules.decimal or (rules.encoding[0].mark if rules.encoding else "")
+    read = _Read(rows.width, known or ".")
+    finds_mark = rows.is_file and not known
+    stays_text = not rows.is_file and not rules.encoding  # a DataFrame knows its texts
+    features = {*plan.places}
+    unread = [place for place in range(rows.width) if place not in features]
+    for line, label, cells in _labelled(rows, plan, read.mark):
+        if label is None:
+            read.unlabelled += 1
+            continue
+        row = len(read.lines)
+        read.lines.append(line)
+        read.labels.append(label)
+        if finds_mark and plan.target >= 0:
+            read.note_mark(line, plan.target, label)
+        for place in unread:
+            cells[place] = UNREAD
+        for place in plan.texts:
+            if not is_missing(text := spelled(cells[place], read.mark)):
+                read.texts[place][row] = text
+            cells[place] = UNREAD
+        numbers = _plain_numbers(cells, read)
+        if finds_mark and not (numbers and "." in read.shown):
+            for place in plan.places:
+                read.note_mark(line, place, cells[place])
+        read.values.extend(numbers or _numbers_of(cells, read, row, stays_text))
+    if not read.lines:
+        name = rows.names[plan.target]
+        what = f"no row has a label in column {name!r}; give another column, by target"
+        raise DataError(f"{rows.source}: {what if read.unlabelled else 'no rows of data'}")
+    if finds_mark:
+        _find_mark(rows, read)
+    _check_labels(rows, read)
+    return read
+
+
+def _plain_numbers(cells: Sequence[Cell], read: _Read) -> list[float]:
+    """Return the numbers of a row that has nothing else, the fastest way; else nothing."""
+    try:
+        joined = "".join(cells)
+        if read.mark == "." and joined.isascii() and "_" not in joined:
+            return [*map(float, cells)]
+    except (TypeError, ValueError):  # a number in memory; a text, or a missing cell
+        pass
+    return []
+
+
+def _numbers_of(cells: Sequence[Cell], read: _Read, row: int, stays_text: bool) -> list[float]:
+    """Return the numbers of a row, NaN where there is none, and note its texts."""
+    result = list[float]()
+    for place, cell in enumerate(cells):
+        if stays_text and isinstance(cell, str):
+            value = nan if is_missing(cell) else None
+        else:
+            value = number(cell, read.mark)
+        if value is None:
+            read.texts[place][row] = cell
+        result.append(nan if value is None else value)
+    return result
+
+
+# ---- the decimal mark ----
+
+
+def _find_mark(rows: _Rows, read: _Read) -> None:
+    """Find the decimal mark that the numbers of a training table show, and read them by it.
+
+    Raises:
+        DataError: if they show two, or one that may stand between thousands.
+    """
+    shown, remedy = read.shown, "name the decimal mark, decimal='.' or decimal=','"
+    if "." in shown and "," in shown:
+        raise DataError(
+            f"{rows.source}: two decimal marks are shown, in {shown['.']} and {shown[',']};"
+            f" {remedy}"
+        )
+    if "." in shown or rows.separator == ",":  # beside commas, a point is none between thousands
+        shown.pop("?.", None)
+    if "," in shown:
+        shown.pop("?,", None)
+    for sign, arguments in (
+        ("?,", "thousands=','"),
+        ("?.", "decimal=',', thousands='.'"),
+        (MARKS, "thousands=..."),
+    ):
+        if sign in shown:
+            raise DataError(
+                f"{rows.source}, {shown[sign]} may have a mark between thousands, which is not"
+                f" read; {remedy}, or {by_pandas(rows.source, f'sep=..., {arguments}')}"
+            )
+    if "," not in shown:
+        return
+    read.mark, matrix = ",", read.matrix
+    for place, texts in read.texts.items():
+        for row, text in [*texts.items()]:
+            if (value := number(text, ",")) is not None:
+                matrix[row, place] = value
+                del texts[row]
+
+
+# ---- what the columns are ----
+
+
+def _find_kinds(
+    rows: _Rows, plan: _Plan, read: _Read, documents: Collection[int]
+) -> dict[int, ColumnKind]:
+    """Return the kind of each column of a training table; of texts, note all cells as written."""
+    counts = (~np.isnan(read.matrix)).sum(axis=0).tolist()
+    kinds: dict[int, ColumnKind] = {
+        place: "words" if place in documents else kind_of(counts[place], _values(read, place))
+        for place in plan.places
+    }
+    _check_first_row(rows, plan, read, kinds)
+    mixed = [place for place, kind in kinds.items() if kind in ("text", "words") and counts[place]]
+    row = 0
+    for _, label, cells in _labelled(rows, plan, read.mark) if mixed else ():
+        if label is None:
+            continue
+        for place in mixed:
+            if not is_missing(text := spelled(cells[place], read.mark)):
+                read.texts[place][row] = text
+        row += 1
+    return kinds
+
+
+def _values(read: _Read, place: int) -> Collection[str]:
+    return read.texts[place].values() if place in read.texts else ()
+
+
+def _check_first_row(
+    rows: _Rows, plan: _Plan, read: _Read, kinds: Mapping[int, ColumnKind]
+) -> None:
+    """Refuse a first row of texts that may be data: one occurs again below, and none is above
+    numbers or dates.
+
+    Raises:
+        DataError: with the text.
+    """
+    header, has_numbers = rows.header, np.any(~np.isnan(read.matrix), axis=0).tolist()
+    if header is None or not rows.is_file:
+        return
+    for place, kind in kinds.items():
+        if header[place] and (kind == "date" or (kind == "number" and has_numbers[place])):
+            return
+    if all(number(label, read.mark) is not None for label in {*read.labels}):
+        return
+    for place in (*plan.places, plan.target):
+        below = read.labels if place == plan.target else _values(read, place)
+        if header[place] and any(text.strip() == header[place] for text in below):
+            raise DataError(
+                f"{rows.source}, line {rows.line}: {shortened(repr(header[place]))} occurs again"
+                f" below in column {place + 1}, and may be no name; if the table has no header,"
+                " give header=False, and else rename the column"
+            )
+
+
+def _check_labels(rows: _Rows, read: _Read) -> None:
+    """Take the spaces around labels away; see `check_spelling`.
+
+    Raises:
+        DataError: for a label that is wrong.
+    """
+    spellings = dict[str, str]()
+    for row, label in enumerate(read.labels):
+        is_number = number(label, read.mark) is not None
+        if not is_number and (what := check_spelling(label, spellings)):
+            raise DataError(f"{rows.source}, line {read.lines[row]}: the label {what}")
+        read.labels[row] = label.strip()
+
+
+# ---- a data set ----
 
 
 def _shaped(
@@ -574,7 +867,7 @@ def _shaped(
     if not shape:
         return features
     if features.shape[1] != prod(shape):
-        odd = [column.place for column in encoding if column.kind not in ("number", "list")]
+        odd = [column.place for column in encoding if column.kind != "number"]
         remedy = f", such as {table.dropping(odd)}" if odd else ""
         raise UsageError(
             f"{table.source} has {counted(features.shape[1], 'feature')}, but samples of"
@@ -624,14 +917,8 @@ def to_dataset(
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
-        values, units = dict(numbers), set[object]()
-        for label in numbers:
-            values[label], unit = amount(label, table.mark) or (None, None)
-            units.add(unit)
-        if None in units or len(units) > 1:
-            values = numbers
         # NumPy converts None to NaN
-        quantities = np.array([values[label] for label in table.labels], np.float64)
+        quantities = np.array([numbers[label] for label in table.labels], np.float64)
         for (row,) in narrowed(quantities)[1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
@@ -679,155 +966,15 @@ def refuse_rules(what: str, rules: TableRules) -> None:
     Raises:
         UsageError: with the name of the rule.
     """
-    for name in ("target", "drop", "text_columns", "sample_shape", "class_names", "decimal"):
-        if getattr(rules, name) and not rules.encoding:
+    names = ("target", "drop", "text_columns", "sample_shape", "class_names", "decimal", "header")
+    for name in names:
+        if getattr(rules, name) != getattr(NO_RULES, name) and not rules.encoding:
             raise UsageError(f"{what} is no table with columns to choose; leave {name} out")
 
 
 def load_csv(
-    path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = TableRules()
+    source: Any, name: str, predicts: LabelKind = "classes", rules: TableRules = NO_RULES
 ) -> Dataset:
-    """Return the data set of a CSV file."""
-    table = read_csv(path, rules)
+    """Return the data set of a CSV file, or of a DataFrame."""
+    table = read_csv(source, rules)
     return to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
-
-
-def load_npz(
-    path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = TableRules()
-) -> tuple[Dataset, Dataset | None]:
-    """Return the training part of an .npz file, and the test part or None; see the module.
-
-    Args:
-        path: of the file.
-        name: of the data set.
-        predicts: the kind of y; "any" takes floats for quantities and integers for classes.
-        rules: must be empty; they are here because `load` calls all readers alike.
-    """
-    refuse_rules(f"data set {path}", rules)
-    arrays, has = _read(path, PARTS)
-    first, second = (
-        next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
-        for parts in (TRAIN_PARTS, TEST_PARTS)
-    )
-    needed = {f"{item}{part}" for item in "xy" for part in (first, second or first)}
-    if not needed <= {*arrays}:
-        raise DataError(
-            f"{path}: holds {has}; needs x and y, or x_train, y_train, x_test and y_test"
-        )
-    for item, x in arrays.items() if rules.as_bytes else ():
-        # whole numbers are bytes, whatever their dtype
-        if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
-            arrays[item] = x.astype(np.uint8)
-    is_other = rules.as_bytes is not None
-    train = _part(path, name, arrays, first, predicts, is_other=is_other)
-    if not second:
-        return train, None
-    test = _part(path, name, arrays, second, predicts, train.classes)
-    kinds = [f"x{part} holds {arrays[f'x{part}'].dtype}" for part in (first, second)]
-    if train.scale != test.scale:
-        raise DataError(
-            f"{path}: {' and '.join(kinds)}; bytes are divided by 255, other numbers are not: save"
-            " both in one dtype"
-        )
-    if train.x.dtype == np.float32 and train.x.ndim > 2:
-        tops = [float(np.abs(part.x).max()) for part in (train, test)]
-        if min(tops) * OTHER_SCALE < max(tops):
-            raise DataError(
-                f"{path}: {kinds[0]} up to {tops[0]:.4g}, and {kinds[1]} up to {tops[1]:.4g}; give"
-                " the images of both parts in one scale"
-            )
-    return train, test
-
-
-def read_samples(path: Path) -> Array:
-    """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
-    arrays, has = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
-    for name, x in arrays.items():
-        return x if x.dtype.kind in "iu" else _samples(path, name, x)
-    raise DataError(f"{path}: holds {has}; needs x, the samples")
-
-
-def _read(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
-    """Return the file's arrays among `names`, in that order, and the names of all, for messages.
-
-    Capitals do not count.
-    """
-    what = "not a complete .npz file of arrays without pickled objects"
-    with opened(path) as stream, foreign(path, DataError, what):
-        if not zipfile.is_zipfile(stream):
-            raise ValueError("it is truncated, or another kind of file")
-        stream.seek(0)
-        with np.load(stream, allow_pickle=False) as archive:
-            has = shortened(", ".join(archive.files)) or "nothing"
-            found = {name.lower(): name for name in archive.files}
-            present = {name: found[name] for name in names if name in found}
-            check_unpacked(
-                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present.values())
-            )
-            arrays = {name: archive[item] for name, item in present.items()}
-        if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
-            raise ValueError(f"{other[0]} is not an array")
-    return arrays, has
-
-
-def _part(
-    path: Path,
-    name: str,
-    arrays: dict[str, Array],
-    part: str,
-    predicts: LabelKind,
-    classes: int = 0,
-    is_other: bool = False,
-) -> Dataset:
-    """Return a part of an archive, of other data than a model's if its classes may be some."""
-    x_name, y_name, notes = f"x{part}", f"y{part}", tuple[str, ...]()
-    x, y = arrays[x_name], arrays[y_name]
-    if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
-        raise DataError(
-            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or"
-            " (n, ...) labels"
-        )
-    y = y.reshape(-1) if y.size == len(x) else y
-    if predicts == "quantities" or (predicts == "any" and y.dtype.kind == "f"):
-        y = _finite(path, y_name, y)
-    elif y.dtype.kind not in "iu":
-        raise DataError(
-            f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype);"
-            f" {HINT}"
-        )
-    elif is_other:
-        classes = int(y.max()) + 1
-    elif not classes:
-        classes, notes = judge_classes(path, y_name, y, HINT)
-    are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
-    if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
-        x = _samples(path, x_name, x)
-        if y.dtype.kind != "f" and y.ndim == 2 and ((y.sum(1) == 1) & (y.max(1) == 1)).all():
-            raise DataError(
-                f"{path}: {y_name} has a 1 in each row and else 0; give the numbers of the classes,"
-                f" {y_name}.argmax(1)"
-            )
-        if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
-            notes += (
-                f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]}"
-                " channels; if the channels are first, give x.transpose(0, 2, 3, 1)",
-            )
-    elif x.min() < 0:
-        raise DataError(
-            f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on"
-        )
-    elif x.dtype == np.uint8:
-        x = x.astype(np.uint16)
-    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
-    return Dataset(name, np.ascontiguousarray(x), y, classes, scale, notes=notes)
-
-
-def _samples(path: Path, name: str, x: Array) -> Array:
-    result = x if x.dtype == np.uint8 else _finite(path, name, x)
-    return result[..., np.newaxis] if x.ndim == 3 else result
-
-
-def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:
-    if values.dtype.kind not in "biuf":
-        raise DataError(f"{path}: {name} is {values.dtype}; needs real numbers")
-    return as_float32(f"{path}: {name}", values)

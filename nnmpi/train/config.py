@@ -53,7 +53,7 @@ LAYERS = 10_000  # more would be built for minutes, until memory ends
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
-NOT_OF_TOKENS = "target drop sample_shape decimal augment loss class_weights"
+NOT_OF_TOKENS = "target drop sample_shape decimal header augment loss class_weights"
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
@@ -270,7 +270,9 @@ class DataConfig:
     """Shape of a row of a .csv, such as 28,28,1 for the pixels of an image (default: its features).
     """
     decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of a .csv. auto: the one that its cells show."""
+    """Decimal mark of a .csv. auto: the one that its numbers show."""
+    header: bool = True
+    """Whether the first line of a .csv names its columns; if not, they are called 1, 2, 3 ..."""
     data_dir: Path | None = None
     """Folder of the data set's files. Without it they are downloaded once per node."""
     test_fraction: float = 0.2

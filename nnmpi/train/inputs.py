@@ -326,7 +326,7 @@ def text_source(config: Config) -> TextSource | None:
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
         return None
-    for name in ("data_dir", "target", "drop", "sample_shape", "decimal"):
+    for name in ("data_dir", "target", "drop", "sample_shape", "decimal", "header"):
         require(
             name not in non_defaults(data),
             "a text names its file itself, and its tokens are the labels; leave"
@@ -387,6 +387,7 @@ def _load(
             text_columns=data.columns,
             sample_shape=data.sample_shape or (),
             decimal="" if data.decimal == "auto" else data.decimal,
+            header=data.header,
             encoding=signature.rules.encoding if signature else (),
             as_bytes=signature.stored == BYTES if signature else None,
         )
@@ -395,7 +396,7 @@ def _load(
 
 # an argument of `load` with its value, at the end of a sentence
 _ARGUMENT = re.compile(
-    r"\b(target|drop|text_columns|predicts|decimal)=('[^']*'|\"[^\"]*\"|\[[^]]*\])"
+    r"\b(target|drop|text_columns|predicts|decimal|header)=('[^']*'|\"[^\"]*\"|\[[^]]*\]|False)"
 )
 _LOSSES = {"quantities": "mse", "classes": "cross-entropy"}
 
@@ -422,11 +423,11 @@ def with_options(text: str) -> str:
 
 
 def _as_option(argument: re.Match[str]) -> str:
-    """Return "--drop Name,Ticket" for "drop=['Name', 'Ticket']"."""
+    """Return "--drop Name,Ticket" for "drop=['Name', 'Ticket']"; see `as_words`."""
     name, value = argument[1], literal_eval(argument[2])
     if name == "predicts":
         name, value = "loss", _LOSSES[value]
-    return as_words(name, value if isinstance(value, str) else ",".join(value))
+    return as_words(name, ",".join(value) if isinstance(value, list) else value)
 
 
 def augmentations(data: DataConfig, train: Samples) -> list[Transform]:

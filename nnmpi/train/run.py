@@ -73,18 +73,26 @@ ROWS = (
 )
 
 
-def read_rows(source: Any, signature: ModelSignature, say: Callable[[str], Any]) -> Array:
+def read_rows(
+    source: Any,
+    signature: ModelSignature,
+    say: Callable[[str], Any],
+    header: bool = True,
+    decimal: str = "",
+) -> Array:
     """Return a table's samples by the rules of the model's, and say what was replaced in it.
 
     Args:
         source: see `read_csv`.
         signature: the model's.
         say: called with each sentence.
+        header, decimal: see `TableRules`.
 
     Raises:
         DataError: for a table that does not fit the model.
     """
-    rules, shape = signature.rules, signature.sample_shape
+    rules = replace(signature.rules, header=header, decimal=decimal)
+    shape = signature.sample_shape
     if not rules.encoding:
         raise DataError(f"rows of a table do not fit a model that takes {shape}; give an array")
     table = read_csv(source, rules, labelled=False)
@@ -153,11 +161,6 @@ class Run(Drawn):
         is_rows = kind in ("O", "U") or (many and not (x and _is_nested(x[0])))
         if is_table or (of.encoding and is_rows):
             samples = read_rows(x, of, partial(warnings.warn, stacklevel=4))
-        elif moved := [column.name for column in of.encoding if column.offset]:
-            raise DataError(
-                f"the model subtracts an offset from {', '.join(moved)}, which an array may have or"
-                " not; give rows as a list or a DataFrame, with the numbers of the table"
-            )
         else:
             samples = read_array(x, "samples")
         return of.prepare(samples, self.config.run.dtype)

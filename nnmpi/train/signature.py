@@ -22,9 +22,9 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError
 from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
-from nnmpi.data.columns import Encoding, find_places, plain
+from nnmpi.data.columns import Encoding, plain
 from nnmpi.data.dataset import Dataset, Predicts, Samples, narrowed
-from nnmpi.data.tables import TableRules
+from nnmpi.data.tables import TableRules, find_places
 from nnmpi.data.transform import Normalize
 
 METADATA = "nnmpi"  # key of the JSON in a file's metadata
@@ -185,7 +185,7 @@ class ModelSignature:
         if () in (tuple(columns), self.columns) or tuple(columns) == self.columns:
             return x
         encoding = plain(self.columns, len(self.columns))
-        return x[:, find_places(source, columns, columns, encoding, True)[0]]
+        return x[:, find_places(source, columns, encoding)[0]]
 
     def name_of(self, number: int) -> str:
         """Return the name of a class, or its number without names."""

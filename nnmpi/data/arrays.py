@@ -1,0 +1,179 @@
+"""Arrays: NumPy archives.
+
+An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test, or another name of a
+held-out part (`dataset.HELD_OUT`), in any capitals.
+
+    x    (n, ...), any real dtype: uint8 stays uint8 with scale 1/255, the rest becomes float32.
+         3-D quantities are grayscale images and get a channel axis.
+         Tokens: uint16 or uint32, or other integers (n, time) with several labels per sample.
+    y    (n,) or (n, 1): integers from 0 on
+         (n, ...): several labels per sample; -1 does not count
+         any real dtype with predicts="quantities"
+"""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.base.errors import DataError, shortened
+from nnmpi.base.files import check_unpacked, foreign, opened
+from nnmpi.data.dataset import (
+    HELD_OUT,
+    TOKEN_TYPES,
+    TRAIN,
+    Dataset,
+    LabelKind,
+    as_float32,
+    judge_classes,
+)
+from nnmpi.data.tables import HINT, NO_RULES, TableRules, refuse_rules
+
+TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
+TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
+PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
+OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
+
+
+def load_npz(
+    path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = NO_RULES
+) -> tuple[Dataset, Dataset | None]:
+    """Return the training part of an .npz file, and the test part or None; see the module.
+
+    Args:
+        path: of the file.
+        name: of the data set.
+        predicts: the kind of y; "any" takes floats for quantities and integers for classes.
+        rules: must be empty; they are here because `load` calls all readers alike.
+    """
+    refuse_rules(f"data set {path}", rules)
+    arrays, has = _read(path, PARTS)
+    first, second = (
+        next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
+        for parts in (TRAIN_PARTS, TEST_PARTS)
+    )
+    needed = {f"{item}{part}" for item in "xy" for part in (first, second or first)}
+    if not needed <= {*arrays}:
+        raise DataError(
+            f"{path}: holds {has}; needs x and y, or x_train, y_train, x_test and y_test"
+        )
+    for item, x in arrays.items() if rules.as_bytes else ():
+        # whole numbers are bytes, whatever their dtype
+        if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
+            arrays[item] = x.astype(np.uint8)
+    is_other = rules.as_bytes is not None
+    train = _part(path, name, arrays, first, predicts, is_other=is_other)
+    if not second:
+        return train, None
+    test = _part(path, name, arrays, second, predicts, train.classes)
+    kinds = [f"x{part} holds {arrays[f'x{part}'].dtype}" for part in (first, second)]
+    if train.scale != test.scale:
+        raise DataError(
+            f"{path}: {' and '.join(kinds)}; bytes are divided by 255, other numbers are not: save"
+            " both in one dtype"
+        )
+    if train.x.dtype == np.float32 and train.x.ndim > 2:
+        tops = [float(np.abs(part.x).max()) for part in (train, test)]
+        if min(tops) * OTHER_SCALE < max(tops):
+            raise DataError(
+                f"{path}: {kinds[0]} up to {tops[0]:.4g}, and {kinds[1]} up to {tops[1]:.4g}; give"
+                " the images of both parts in one scale"
+            )
+    return train, test
+
+
+def read_samples(path: Path) -> Array:
+    """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
+    arrays, has = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
+    for name, x in arrays.items():
+        return x if x.dtype.kind in "iu" else _samples(path, name, x)
+    raise DataError(f"{path}: holds {has}; needs x, the samples")
+
+
+def _read(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+    """Return the file's arrays among `names`, in that order, and the names of all, for messages.
+
+    Capitals do not count.
+    """
+    what = "not a complete .npz file of arrays without pickled objects"
+    with opened(path) as stream, foreign(path, DataError, what):
+        if not zipfile.is_zipfile(stream):
+            raise ValueError("it is truncated, or another kind of file")
+        stream.seek(0)
+        with np.load(stream, allow_pickle=False) as archive:
+            has = shortened(", ".join(archive.files)) or "nothing"
+            found = {name.lower(): name for name in archive.files}
+            present = {name: found[name] for name in names if name in found}
+            check_unpacked(
+                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present.values())
+            )
+            arrays = {name: archive[item] for name, item in present.items()}
+        if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
+            raise ValueError(f"{other[0]} is not an array")
+    return arrays, has
+
+
+def _part(
+    path: Path,
+    name: str,
+    arrays: dict[str, Array],
+    part: str,
+    predicts: LabelKind,
+    classes: int = 0,
+    is_other: bool = False,
+) -> Dataset:
+    """Return a part of an archive, of other data than a model's if its classes may be some."""
+    x_name, y_name, notes = f"x{part}", f"y{part}", tuple[str, ...]()
+    x, y = arrays[x_name], arrays[y_name]
+    if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
+        raise DataError(
+            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or"
+            " (n, ...) labels"
+        )
+    y = y.reshape(-1) if y.size == len(x) else y
+    if predicts == "quantities" or (predicts == "any" and y.dtype.kind == "f"):
+        y = _finite(path, y_name, y)
+    elif y.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype);"
+            f" {HINT}"
+        )
+    elif is_other:
+        classes = int(y.max()) + 1
+    elif not classes:
+        classes, notes = judge_classes(path, y_name, y, HINT)
+    are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
+    if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
+        x = _samples(path, x_name, x)
+        if y.dtype.kind != "f" and y.ndim == 2 and ((y.sum(1) == 1) & (y.max(1) == 1)).all():
+            raise DataError(
+                f"{path}: {y_name} has a 1 in each row and else 0; give the numbers of the classes,"
+                f" {y_name}.argmax(1)"
+            )
+        if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
+            notes += (
+                f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]}"
+                " channels; if the channels are first, give x.transpose(0, 2, 3, 1)",
+            )
+    elif x.min() < 0:
+        raise DataError(
+            f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on"
+        )
+    elif x.dtype == np.uint8:
+        x = x.astype(np.uint16)
+    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
+    return Dataset(name, np.ascontiguousarray(x), y, classes, scale, notes=notes)
+
+
+def _samples(path: Path, name: str, x: Array) -> Array:
+    result = x if x.dtype == np.uint8 else _finite(path, name, x)
+    return result[..., np.newaxis] if x.ndim == 3 else result
+
+
+def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{path}: {name} is {values.dtype}; needs real numbers")
+    return as_float32(f"{path}: {name}", values)
