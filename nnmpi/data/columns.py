@@ -140,9 +140,12 @@ class Table:
     def odd(self, row: int, place: int, text: str, kind: ColumnKind) -> DataError:
         """Return the error about a cell that is no number or date, in a column of such."""
         remedy = "mend it, or empty it if it is missing"
+        name = shortened(self.names[place])
         if self.training is not None and self.is_named:
-            codes = f"dtype={{{shortened(self.names[place])!r}: str}}"
-            remedy = f"{remedy}, or, for a column of codes, {by_pandas(self.source, codes)}"
+            codes = f"frame[{name!r}] = frame[{name!r}].astype(str)"
+            if isinstance(self.source, Path):
+                codes = by_pandas(self.source, f"dtype={{{name!r}: str}}")
+            remedy = f"{remedy}, or, for a column of codes, {codes}"
         what = f"{shortened(repr(text))} is no {kind}, as other cells of the column are"
         return self.wrong(row, place, f"{what}; {remedy}")
 
@@ -200,7 +203,7 @@ def fit(
         DataError: for a wrong cell, for numbers that float32 cannot tell apart, for too many
             features of texts, and if nothing is left.
     """
-    notes, left, columns = list[str](), list[str](), list[Column]()
+    notes, empty, left, columns = list[str](), list[str](), list[str](), list[Column]()
     kept = dict(kinds)
     if 0 in kept and len(kept) > 1 and (is_index or _counts_rows(table)):
         notes.append(f"column {table.names[0]!r} is an index and left out")
@@ -214,7 +217,7 @@ def fit(
         if kind == "words":
             columns.append(make(values=_common_words(table, place)))
         elif not count:
-            notes.append(f"column {name!r} is empty and left out")
+            empty.append(name)
         elif kind == "text":
             values = _different_texts(table, place)
             most = max(SURE_TEXTS, int(min(TEXTS_SHARE * len(table.lines), count / 2)))
@@ -224,6 +227,8 @@ def fit(
                 left.append(f"{name} ({len(values)} of {count})")
         else:
             columns.append(make(fills[place]))
+    if empty:
+        notes.append(f"left out, without a value: {shortened(', '.join(empty))}")
     if left:
         notes.append(f"left out, with too many different texts: {shortened(', '.join(left))}")
     if not columns:

@@ -103,6 +103,7 @@ CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python'
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 # The second line of a table of Orange's names the kinds of its columns.
 ORANGE_KINDS = frozenset(["c", "d", "s", "t", "continuous", "discrete", "string", "time"])
+MOST_ADVISED = 20  # columns to leave out, in a sentence
 UNREAD = "nan"  # in place of a cell that is not read as a number
 
 
@@ -424,6 +425,8 @@ def _cells_of(values: Any) -> Any:
 def _cell_of(value: Any) -> Cell:
     """Return a cell: a number of any type, or a text."""
     value = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
+    if value is None:
+        return ""
     return value if is_number(value) else str(value)
 
 
@@ -468,12 +471,13 @@ def _plan_training(rows: _Rows, rules: TableRules) -> _Plan:
 def _plan_other(rows: _Rows, rules: TableRules, labelled: bool) -> _Plan:
     """Return what is read of a table for which the training table's encoding holds."""
     encoding, names = rules.encoding, rows.names
-    _check_different(rows.source, rows.names)
-    places, is_known = find_places(
-        rows.source, names, encoding, rows.header is not None, rows.has_index
-    )
-    if not is_known:
+    is_known = rows.header is not None and _has_names(encoding)
+    if is_known:
+        places = find_places(rows.source, names, encoding)
+    else:
         rows.check_header()
+        places = _places_in_order(rows, encoding)
+    _check_different(rows.source, names)
     texts = [
         place
         for column, place in zip(encoding, places, strict=True)
@@ -534,47 +538,47 @@ def _has_names(encoding: Encoding) -> bool:
     return any(column.name != str(column.place + 1) for column in encoding)
 
 
-def find_places(
-    source: object,
-    names: Sequence[str],
-    encoding: Encoding,
-    is_named: bool = True,
-    has_index: bool = False,
-) -> tuple[list[int], bool]:
-    """Return where the columns of the rules are in another table, and whether by their names.
-
-    By name, without regard to case; without names on either side in the order of the training
-    table, with all its columns or with the features alone.
+def find_places(source: object, names: Sequence[str], encoding: Encoding) -> list[int]:
+    """Return where the columns of the rules are in another table: by name, in any capitals.
 
     Args:
         source: the table, for messages.
         names: of its columns.
         encoding: the rules.
-        is_named: whether it has a header.
-        has_index: whether the first column is an index, and no column of the rules.
 
     Raises:
-        DataError: for a column that is missing, and for another number of columns.
+        DataError: for a column that is missing.
     """
-    needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
-    if is_named and _has_names(encoding):
-        places = [*map(_by_name(names), (item.name for item in encoding))]
-        taken = dict[int, str]()
-        for column, place in zip(encoding, places, strict=True):
-            if place < 0:
-                bare = "" if max(places) >= 0 else "; if it has no header, give header=False"
-                raise DataError(f"{source} has no column {column.name!r}; {needed}{bare}")
-            if taken.setdefault(place, column.name) != column.name:
-                raise DataError(
-                    f"{source} has one column for {taken[place]!r} and {column.name!r}; {needed}"
-                )
-        return places, True
-    columns = range(has_index, len(names))
-    if len(columns) == encoding[0].of:
-        return [columns[item.place] for item in encoding], False
+    places = [*map(_by_name(names), (item.name for item in encoding))]
+    taken = dict[int, str]()
+    for column, place in zip(encoding, places, strict=True):
+        if place < 0:
+            bare = "" if max(places) >= 0 else "; if it has no header, give header=False"
+            raise DataError(f"{source} has no column {column.name!r}; {_needed(encoding)}{bare}")
+        if taken.setdefault(place, column.name) != column.name:
+            both = f"{taken[place]!r} and {column.name!r}"
+            raise DataError(f"{source} has one column for {both}; {_needed(encoding)}")
+    return places
+
+
+def _places_in_order(rows: _Rows, encoding: Encoding) -> list[int]:
+    """Return where the columns of the rules are in another table, without names.
+
+    They stand in the order of the training table: the features alone, or in a file all its columns.
+
+    Raises:
+        DataError: for another number of columns.
+    """
+    columns = range(rows.has_index, rows.width)
+    if rows.is_file and len(columns) == encoding[0].of:
+        return [columns[item.place] for item in encoding]
     if len(columns) != len(encoding):
-        raise DataError(f"{source}: {counted(len(columns), 'column')}; {needed}")
-    return [*columns], False
+        raise DataError(f"{rows.source}: {counted(len(columns), 'column')}; {_needed(encoding)}")
+    return [*columns]
+
+
+def _needed(encoding: Encoding) -> str:
+    return f"the model needs {shortened(', '.join(item.name for item in encoding))}"
 
 
 # ---- reading ----
@@ -778,6 +782,11 @@ def _find_mark(rows: _Rows, read: _Read) -> None:
             )
     if "," not in shown:
         return
+    if rows.header is None and rows.separator == ",":
+        raise DataError(
+            f"{rows.source}, {shown[',']}: a table without a header cannot have commas both in"
+            " numbers and between cells; give the columns names in a first row"
+        )
     read.mark, matrix = ",", read.matrix
     for place, texts in read.texts.items():
         for row, text in [*texts.items()]:
@@ -868,7 +877,7 @@ def _shaped(
         return features
     if features.shape[1] != prod(shape):
         odd = [column.place for column in encoding if column.kind != "number"]
-        remedy = f", such as {table.dropping(odd)}" if odd else ""
+        remedy = f", such as {table.dropping(odd)}" if 0 < len(odd) <= MOST_ADVISED else ""
         raise UsageError(
             f"{table.source} has {counted(features.shape[1], 'feature')}, but samples of"
             f" {' x '.join(map(str, shape))} have {prod(shape)}; give another shape, or leave"

@@ -185,7 +185,7 @@ class ModelSignature:
         if () in (tuple(columns), self.columns) or tuple(columns) == self.columns:
             return x
         encoding = plain(self.columns, len(self.columns))
-        return x[:, find_places(source, columns, encoding)[0]]
+        return x[:, find_places(source, columns, encoding)]
 
     def name_of(self, number: int) -> str:
         """Return the name of a class, or its number without names."""

@@ -265,7 +265,8 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path, run, said):
     right, result = (said(evaluate, f"{words} {file}") for file in (data, moved))
     assert result.replace("moved", "table") == right
     bare.write_text("\n".join(data.read_text().splitlines()[1:]))
-    result = said(evaluate, f"{words} {bare}")
+    data_error("has no column 'a'; .*give --no-header", said, evaluate, f"{words} {bare}")
+    result = said(evaluate, f"{words} {bare} --no-header")
     note = "bare: the columns are taken in the order of the training table\n"
     assert note in result
     assert result.replace(note, "").replace("bare", "table") == right

@@ -30,8 +30,9 @@ from nnmpi import NnmpiError, simulate
 from nnmpi.base.errors import HelpAsked
 from nnmpi.commands import evaluate, export, generate, predict
 from nnmpi.data import load_tokenizer
+from nnmpi.data.arrays import load_npz
 from nnmpi.data.images import load_cifar, load_idx, read_image
-from nnmpi.data.tables import load_npz, read_csv
+from nnmpi.data.tables import read_csv
 from nnmpi.data.text import read_documents
 from nnmpi.lab import doctor, plan, report
 from nnmpi.lab.comm import main as comm
@@ -145,9 +146,10 @@ def _readers(file):
     """Yield what reads a file of this name."""
     kind, folder = file.suffix, file.parent
     if file.name.endswith((".csv", ".csv.gz")):
-        yield lambda: read_csv(file)
+        named = file.name.startswith("a")
+        yield lambda: read_csv(file, TableRules(header=named))
         yield lambda: list(read_documents(file, ("p",)))
-        yield on_one_rank(predict.main, folder / "mlp", file)
+        yield on_one_rank(predict.main, folder / "mlp", file, *["--no-header"] * (not named))
     if kind == ".npz":
         yield lambda: load_npz(file, "a", "any")
         yield on_one_rank(

@@ -130,7 +130,7 @@ def test_unknown_name_is_a_usage_error(name, text):
 
 
 def test_csv_and_npz_by_path(tmp_path):
-    (tmp_path / "table.csv").write_text("".join(f"{i},{i % 2}\n" for i in range(10)))
+    (tmp_path / "table.csv").write_text("a,k\n" + "".join(f"{i},{i % 2}\n" for i in range(10)))
     np.savez(tmp_path / "arrays.npz", x=np.zeros((10, 3)), y=np.arange(10))
     for name in ("table.csv", "arrays.npz"):
         train, test = load(str(tmp_path / name), test_fraction=0.3)
@@ -160,9 +160,9 @@ def test_images_that_lie_in_no_folder_of_a_class(tmp_path):
 
 
 def test_folder_of_tables(tmp_path):
-    (tmp_path / "train.csv").write_text("1,a\n2,b\n")
+    (tmp_path / "train.csv").write_text("v,k\n1,a\n2,b\n")
     usage_error("has neither", load, str(tmp_path))
-    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(b"3,b\n"))
+    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(b"v,k\n3,b\n"))
     train, test = load(str(tmp_path))
     assert (train.name, len(train), test.y.tolist()) == (tmp_path.name, 2, [1])
 

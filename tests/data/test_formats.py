@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nnmpi.data import Dataset, load
+from nnmpi.data.arrays import load_npz, read_samples
 from nnmpi.data.columns import plain as plain_rules
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
@@ -23,7 +24,7 @@ from nnmpi.data.images import (
     read_idx,
     read_image,
 )
-from nnmpi.data.tables import TableRules, load_npz, read_csv, read_samples, to_dataset
+from nnmpi.data.tables import TableRules, read_csv, to_dataset
 from nnmpi.data.text import read_documents
 from tests.data.locked import lock
 from tests.harness.refusals import data_error
@@ -31,15 +32,16 @@ from tests.harness.refusals import data_error
 # ---- CSV ----
 
 
-def table(tmp_path, text, **options):
+def table(tmp_path, text, header=True, **options):
     path = tmp_path / "t.csv"
     path.write_text(text)
-    return to_dataset(read_csv(path), "t", **options)
+    return to_dataset(read_csv(path, TableRules(header=header)), "t", **options)
 
 
 @pytest.mark.parametrize("header", ["", "width,height,kind\n"])
 def test_text_labels_and_optional_header(tmp_path, header):
-    data = table(tmp_path, f"{header}1,2.5,cat\n-3e1, 4 ,ant\n\n5,6,cat\n")
+    text = f"{header}1,2.5,cat\n-3e1, 4 ,ant\n\n5,6,cat\n"
+    data = table(tmp_path, text, bool(header))
     np.testing.assert_array_equal(data.x, np.array([[1, 2.5], [-30, 4], [5, 6]], np.float32))
     assert (data.x.dtype, data.y.tolist(), data.class_names) == (
         np.float32,
@@ -57,68 +59,57 @@ def test_text_labels_and_optional_header(tmp_path, header):
     ],
 )
 def test_classes_are_the_labels_sorted(tmp_path, labels, y, names):
-    data = table(tmp_path, "".join(f"1,{label}\n" for label in labels.split()))
+    data = table(tmp_path, "".join(f"1,{label}\n" for label in labels.split()), header=False)
     assert (data.y.tolist(), data.class_names) == (y, names)
 
 
 def test_test_table_takes_the_classes_of_the_training_table(tmp_path):
-    train = table(tmp_path, "1,a\n2,b\n3,1.0\n4,1\n")
-    test = table(tmp_path, "5,1.0\n6,b\n", class_names=train.class_names)
+    train = table(tmp_path, "n,k\n1,a\n2,b\n3,1.0\n4,1\n")
+    test = table(tmp_path, "n,k\n5,1.0\n6,b\n", class_names=train.class_names)
     assert (test.y.tolist(), test.classes) == ([1, 3], 4)
-    assert table(tmp_path, "5,7.0\n", class_names=("7", "8")).y.tolist() == [0]
+    assert table(tmp_path, "n,k\n5,7.0\n", class_names=("7", "8")).y.tolist() == [0]
     for label, names in (("d", train.class_names), ("9", ("7", "8")), ("x", ("7", "8"))):
         data_error(
             f"label '{label}' is not among the training labels",
             table,
             tmp_path,
-            f"5,{label}\n",
+            f"n,k\n5,{label}\n",
             class_names=names,
         )
-
-
-def test_quotes_windows_lines_and_byte_order_mark(tmp_path):
-    path = tmp_path / "t.csv.gz"
-    path.write_bytes(gzip.compress(b'\xef\xbb\xbf1,"a, b"\r\n2,"say ""c"""\r\n'))
-    assert to_dataset(read_csv(path), "t").class_names == ("a, b", 'say "c"')
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "no rows"),
-        ("a,b,c\n", "no rows"),
         ("1\n2\n", "line 1: 1 cell"),
         ("1,2,a\n1,2\n", "line 2: 2 cells, but the first line has 3"),
         (
-            "1,2,a\n1,oops,a\n",
+            "1,2,a\n1,oops,a\n1,3,a\n",
             r"line 2, column 2: 'oops' is no number, as .*leave the column out: drop=\['2'\]",
         ),
-        ("a,b,c\n1,2,a\n\n1,inf,b\n", r"line 4, column 2 \(b\): inf is not .*drop=\['b'\]"),
+        ("1,2,a\n\n1,inf,b\n", r"line 3, column 2: inf is not .*drop=\['2'\]"),
         ("1,2,a\n-inf,inf,b\n", "line 2, column 1"),
         ("1,2,a\n1e39,2,b\n", "line 2, column 1"),
-        ("1,2,a\n1,1_0,b\n", "line 2, column 2"),
-        ("oops,2,a\n1,2,b\n", "line 1, column 1"),
-        ("1,2,\n1,2,NA\n", "no row has a label in column 'column 3'; .*target='2'"),
+        ("1,2,a\n1,1_0,b\n1,3,b\n", "line 2, column 2: '1_0' is no number"),
+        ("oops,2,a\n1,2,b\n1,3,b\n", "line 1, column 1"),
+        ("1,2,\n1,2,NA\n", "no row has a label in column '3'; give another column, by target"),
         ("1,2,a\n1,2,a\n", "only one class, 'a', .*target='1', and predicts='quantities'"),
         ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
         ("1,2,inf\n1,2,2\n", "'inf' is not a whole number.*predicts='quantities'"),
-        ("0,1,2\n5,6,1\n7,8,0\n", "line 1: 0, 1 ... seems to be a header, as pandas writes it"),
-        ('1,2,"a\n', "not CSV"),
-        ("1,2\n".encode("utf-16-be").decode(), "zero bytes, as UTF-16 text has"),
     ],
 )
 def test_damaged_table_names_line_and_column(tmp_path, text, message):
-    data_error(rf"t\.csv.*{message}", table, tmp_path, text)
+    data_error(rf"t\.csv.*{message}", table, tmp_path, text, header=False)
 
 
 def test_quantities_and_unlabelled_tables(tmp_path):
-    assert table(tmp_path, "1,0.5\n1,3\n", predicts="any").y.tolist() == [0.5, 3]
-    assert table(tmp_path, "1,0\n1,3\n", predicts="quantities").y.dtype == np.float32
+    assert table(tmp_path, "a,b\n1,0.5\n1,3\n", predicts="any").y.tolist() == [0.5, 3]
+    assert table(tmp_path, "a,b\n1,0\n1,3\n", predicts="quantities").y.dtype == np.float32
     data_error(
-        "line 2: the target 'x' is not a finite number",
+        "line 3: the target 'x' is not a finite number",
         table,
         tmp_path,
-        "1,0\n1,x\n",
+        "a,b\n1,0\n1,x\n",
         predicts="quantities",
     )
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
@@ -288,9 +279,9 @@ def test_heaps_of_nothing_end_early(tmp_path, monkeypatch, name):
     monkeypatch.setattr("nnmpi.base.files.BLANK_LINES", 1000)
     monkeypatch.setattr("nnmpi.base.files.LINE", 1000)
     file = tmp_path / name
-    good = '{"text": "a"}\n' if name == "a.jsonl" else "1,0\n"
+    good = '{"text": "a"}\n' if name == "a.jsonl" else "a,b\n1,0\n"
     read = {"a.csv": lambda: read_csv(file)}.get(name, lambda: [*read_documents(file, (), False)])
-    file.write_text(good + "\n" * 1000 + good)
+    file.write_text(good + "\n" * 1000 + "2,1\n" * (name == "a.csv"))
     read()
     file.write_text(good + " \n" * 1001 + good if name == "a.txt" else good + "\n" * 1001 + good)
     data_error("more than 1,000 blank lines in a row", read)
