@@ -144,7 +144,7 @@ def make_table(draw, place, options):
     content = text.encode(draw.choice(["utf-8"] * 6 + ["utf-16", "latin-1", "utf-32"]), "replace")
     file = place / "a.csv"
     if how == 6:
-        content, file = gzip.compress(b"1,2,x\n" * 3 * 10**7, 1), place / "a.csv.gz"
+        content, file = gzip.compress(b"a,b,c\n" + b"1,2,x\n" * 3 * 10**7, 1), place / "a.csv.gz"
     file.write_bytes(content)
     if draw.random() < 0.3:
         return ["predict", place / "iris", file]

@@ -32,7 +32,7 @@ from nnmpi.commands import evaluate, export, generate, predict
 from nnmpi.data import load_tokenizer
 from nnmpi.data.arrays import load_npz
 from nnmpi.data.images import load_cifar, load_idx, read_image
-from nnmpi.data.tables import read_csv
+from nnmpi.data.tables import TableRules, read_csv
 from nnmpi.data.text import read_documents
 from nnmpi.lab import doctor, plan, report
 from nnmpi.lab.comm import main as comm
