@@ -4,7 +4,8 @@ Reading order:
 
     dataset         Dataset: samples and labels in memory; the split into training and test part
     catalogue       data sets by name or path: load reads, prepare downloads
-    images, tables  file formats: IDX (MNIST), CIFAR-10, folders of images; CSV and npz
+    images          file formats: IDX (MNIST), CIFAR-10, folders of images
+    tables, arrays  CSV and DataFrames, by one rule; npz
     items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
     tokenizer       text to tokens and back
     text            documents in files, as blocks of tokens or as sentences
