@@ -50,7 +50,7 @@ def no_number(value: object, label: bool = False) -> str:
         remedy = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
     if isinstance(value, str) and not label:
         remedy = (
-            "data.load encodes the texts of a file, table.to_csv(path, index=False), and keeps the"
+            "data.load encodes the texts of a DataFrame, data.load(table), and keeps the"
             " encoding; or make columns of categories by pandas.get_dummies(table)"
         )
     return f"{shortened(repr(value))} is not a finite float32 number; {remedy}"

@@ -267,6 +267,10 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path, run, said):
     bare.write_text("\n".join(data.read_text().splitlines()[1:]))
     data_error("has no column 'a'; .*give --no-header", said, evaluate, f"{words} {bare}")
     result = said(evaluate, f"{words} {bare} --no-header")
+    np.savez(tmp_path / "p.npz", x=np.ones((2, 3), "f4"))
+    for command, file in ((evaluate, "--dataset iris"), (predict, tmp_path / "p.npz")):
+        bad = f"{folder} {file} --no-header"
+        usage_error("is no table; leave --header out", said, command, bad)
     note = "bare: the columns are taken in the order of the training table\n"
     assert note in result
     assert result.replace(note, "").replace("bare", "table") == right
