@@ -368,7 +368,7 @@ def _rows_of(path: Path, rules: TableRules) -> _Rows:
         line, first = next(rows, (1, []))
         _, second = next(rows, (1, []))
     kinds = {cell.strip().lower() for cell in second} - {""}
-    if rules.header and kinds and (kinds <= ORANGE_KINDS or (_is_orange(path, kinds))):
+    if rules.header and kinds and (kinds <= ORANGE_KINDS or _is_orange(path, kinds)):
         raise DataError(
             f"{path}: the second line names kinds of columns, as Orange's tables have; leave lines"
             f" 2 and 3 out, or {by_pandas(path, 'sep=..., skiprows=[1, 2]')}"
