@@ -32,6 +32,7 @@ from nnmpi.data.images import (
     CIFAR_EXPECTED,
     IDX_EXPECTED,
     IDX_FILES,
+    OTHERS,
     SUFFIXES,
     find_part,
     has_idx,
@@ -396,7 +397,8 @@ def _load_folder(
         return load_cifar(path, name)
     if result := load_classes(folder, name):
         return result
-    images = (file for file in sorted(folder.rglob("*")) if file.is_file() and is_image(file))
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    images = (file for file in files if is_image(file) or file.suffix.lower() in OTHERS)
     if image := next(images, None):
         raise UsageError(
             f"data set {folder}: {image} is not in a folder of images per class"

@@ -165,7 +165,9 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
 _IMAGES = ".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .tga .pgm .ppm .pbm .pnm"
 # What people keep beside images is left out, which is said. Any other file must be an image.
 _BESIDE = ".txt .md .csv .tsv .json .jsonl .xml .html .yaml .yml .log .db .ini .py"
-SUFFIXES, BESIDE = (tuple(suffixes.split()) for suffixes in (_IMAGES, _BESIDE))
+# Images that Pillow may not know: a hint calls them so.
+_OTHERS = ".heic .heif .avif .jp2 .dcm .psd .svg .exr"
+SUFFIXES, BESIDE, OTHERS = (tuple(words.split()) for words in (_IMAGES, _BESIDE, _OTHERS))
 PIXEL_BYTES = 8  # of a pixel while it is read, at most
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
