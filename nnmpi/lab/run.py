@@ -45,7 +45,7 @@ from nnmpi.lab.launching import (
     remove_segments,
     temporary_folder,
 )
-from nnmpi.train.checkpoint import STATE_FILE, steps
+from nnmpi.train.checkpoint import STATE_FILE, candidates, step_of
 from nnmpi.train.cli import RANKS, parse, without
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, default_folder
@@ -354,13 +354,10 @@ class Supervisor:
 
     def _step(self) -> int:
         """Return the step of the last checkpoint; 0 without one."""
-        result = steps(self._files.checkpoints)
-        with suppress(IndexError, ValueError):
-            return int(result[0].name.rpartition("-")[2])
-        return 0
+        return next(map(step_of, candidates(self._files.checkpoints)), 0)
 
     def _trained_s(self) -> float:
-        for item in steps(self._files.checkpoints)[:1]:
+        for item in candidates(self._files.checkpoints)[:1]:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return float(read_json(item / STATE_FILE)["elapsed_s"])
         return 0.0

@@ -4,7 +4,6 @@
       step-00000120/  model.safetensors  optimizer.safetensors  state.json
       step-00000180/  ...
       latest          the name of the newest checkpoint, written last
-      best            the name of the checkpoint with the best evaluation, with --keep-best
 
     Saver           saves the trainer's arrays and state.json in the background of training
     find            returns the last intact checkpoint of a run's folder
@@ -17,15 +16,24 @@ reads any other layout's checkpoint. One file per rank would be written in paral
 a shared file system or the same nodes, and a conversion for every other layout.
 
 A checkpoint is written under a temporary name (see `CheckpointWriter`) and synced to disk; then its
-folder is renamed. A kill at any moment leaves the older checkpoints intact. state.json holds size
-and SHA-256 of the other two files, and the SHA-256 of its own values: damage is found before a
-weight is used. There is no pickle, which could execute code.
+folder is renamed; then `latest` is replaced, in one operation. From this operation on it is the
+run's newest checkpoint, and only afterwards are older ones removed. So a kill at any moment leaves
+the old state or the new one. There is no second file that could disagree with `latest`: the best
+evaluation is the one that the newest checkpoint's state.json names, as `best_step`.
+
+A second checkpoint of the same step is not even named by another word in `latest`. There the
+renaming decides: the first one gets another name, under which it is found as long as no other has
+its own (see `steps`).
+
+state.json also holds size and SHA-256 of the other two files, and the SHA-256 of its own values:
+damage is found before a weight is used. There is no pickle, which could execute code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -34,7 +42,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -43,7 +51,15 @@ import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.blas import blas_pool, loaded_pools, name_blas
-from nnmpi.base.errors import CheckpointError, DataError, UsageError, check_int, counted, raised_as
+from nnmpi.base.errors import (
+    CheckpointError,
+    DataError,
+    UsageError,
+    check_int,
+    counted,
+    raised_as,
+    shortened,
+)
 from nnmpi.base.files import (
     foreign,
     json_text,
@@ -77,10 +93,13 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
-BEST_FILE = "best"
-PREFIX = "step-"
+# The folders that are a run's own. All others, such as step-good, are its user's, and are kept.
+NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")
+REPLACED = ".replaced"  # after the name of a checkpoint while a new one of its step takes its place
+TEMPORARY = re.compile(rf"\.{NAME.pattern}\.tmp")
 ArraySource: TypeAlias = tuple[Callable[[str], Array], ArraySpecs | None, Path | None]
 Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group | Arrangement]
+Found = TypeVar("Found")
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
 KEEP = 3  # newest checkpoints on disk
 
@@ -271,7 +290,7 @@ class Saver(AbstractContextManager["Saver"]):
         step: int,
         values: Mapping[str, Any],
         metadata: Mapping[str, str] | None = None,
-        best: bool = False,
+        best_step: int = 0,
     ) -> None:
         """Write a checkpoint; its background part may still run on return. Collective.
 
@@ -280,7 +299,7 @@ class Saver(AbstractContextManager["Saver"]):
             step: the updates done.
             values: of state.json.
             metadata: of the weights' file (see `train.signature`).
-            best: whether these are the best weights so far; the file `best` then names them.
+            best_step: the step whose checkpoint stays beside the newest ones; 0 for none.
 
         Raises:
             CheckpointError: on all ranks, when this checkpoint or the previous one cannot be
@@ -288,9 +307,7 @@ class Saver(AbstractContextManager["Saver"]):
         """
         began, group = clock.now(), self._group
         writer = CheckpointWriter(self._folder, step, self._root)  # rank 0 alone uses it
-        what = f"no checkpoint of step {step} can be written into {self._folder}"
-        older = "older ones are intact" if steps(self._folder) else "there is none yet"
-        as_error = raised_as(CheckpointError, what, older)
+        as_error = writer.explained()
 
         @as_error
         def begin() -> None:
@@ -301,7 +318,7 @@ class Saver(AbstractContextManager["Saver"]):
         @as_error
         def finish() -> None:
             self._recorder.sync()
-            writer.finish(values, self._keep, best)
+            writer.finish(values, self._keep, best_step)
 
         def in_background(before_s: float) -> float:
             began = clock.now()
@@ -366,7 +383,7 @@ def find(
         folder: of the run.
         group: all ranks.
         writes: whether the run will write more checkpoints there.
-        best: return the checkpoint with the best evaluation.
+        best: return the checkpoint of the best evaluation; see `load_best`.
 
     Raises:
         CheckpointError: on all ranks, when all are damaged, the values are not a run's, or the
@@ -405,7 +422,8 @@ def _load_together(
     """Return rank 0's checkpoint on every rank, its arrays on rank 0 alone. Collective.
 
     Args:
-        folder, writes, best: see `check_folder` and `load_checkpoint`.
+        folder, writes: see `check_folder`.
+        best: whether to call `load_best` instead of `load_checkpoint`.
         group: all ranks.
         check: returns more notices, or raises a CheckpointError for wrong values; called on rank 0.
     """
@@ -413,7 +431,7 @@ def _load_together(
 
     def read() -> list[Any] | None:
         check_folder(folder, writes)
-        loaded = load_checkpoint(folder, best)
+        loaded = load_best(folder) if best else load_checkpoint(folder)
         if loaded is None:
             return None
         loaded = replace(loaded, notices=(*loaded.notices, *check(loaded)))
@@ -556,9 +574,16 @@ def _claim(folder: Path, run_id: str | None) -> str:
     """Return the number of the run that saves into a folder: a new one for a run without.
 
     Raises:
-        UsageError: for a folder with checkpoints of another run, which this run's would replace.
+        UsageError: for a folder with checkpoints of another run, which this run's would replace, or
+            with something else that is called `latest`.
     """
-    for item in steps(folder):
+    existing, latest = steps(folder), folder / LATEST_FILE
+    if not existing and os.path.lexists(latest) and not _may_be_replaced(latest):
+        raise UsageError(
+            f"{latest} is not of nnmpi, which would replace it by the name of the newest checkpoint;"
+            " give another folder"
+        )
+    for item in existing:
         owner = run_id  # a damaged one may be replaced by a run that has resumed
         with suppress(OSError, ValueError):
             owner = read_json(item / STATE_FILE).get("run", "")
@@ -568,6 +593,14 @@ def _claim(folder: Path, run_id: str | None) -> str:
                 " it by nnmpi.resume(folder, loop) before the first step, or give another folder"
             )
     return uuid4().hex if run_id is None else run_id
+
+
+def _may_be_replaced(latest: Path) -> bool:
+    """Return whether a file has a checkpoint's name, or nothing, as after a power failure."""
+    with suppress(OSError, ValueError):
+        text = read_text(latest).strip()
+        return not latest.is_symlink() and (not text or NAME.fullmatch(text) is not None)
+    return False
 
 
 def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
@@ -723,36 +756,94 @@ def check_folder(folder: Path, writes: bool = True) -> None:
         )
 
 
-def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
+def load_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the checkpoint that `latest` names; None if there is none yet.
 
     If it is damaged, return the newest intact one, with a notice.
 
     Args:
         folder: of the checkpoints.
-        best: return the one that `best` names, and no other.
 
     Raises:
         CheckpointError: when all checkpoints are damaged.
     """
-    if best:
-        result = _named(folder, BEST_FILE)
-        if result is None:
-            raise CheckpointError(f"{folder} has no best checkpoint; train with --keep-best")
-        return read_checkpoint(result)
-    problems, notices = list[str](), list[str]()
-    if (folder / LATEST_FILE).is_file() and _named(folder, LATEST_FILE) is None:
+    found = _first_intact(folder, read_checkpoint)
+    if found is None:
+        return None
+    read, used, problems = found
+    notices = list[str]()
+    if (folder / LATEST_FILE).is_file() and _latest(folder) is None:
         notices.append(
             f"{folder / LATEST_FILE} names a checkpoint that is not here; the newest one is used"
         )
-    for candidate in _candidates(folder):
+    notices += [f"{item}; an older checkpoint is used instead, {used.name}" for item in problems]
+    return replace(read, notices=(*read.notices, *notices))
+
+
+def load_best(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint of the run's best evaluation; None if there is no checkpoint yet.
+
+    Which one it is stands in state.json of the newest checkpoint, and nowhere else.
+
+    Args:
+        folder: of the checkpoints.
+
+    Raises:
+        CheckpointError: when there was no evaluation yet, or the weights of the best one are gone
+            or damaged: others never take their place.
+    """
+    while True:
+        newest = _latest(folder)
         try:
-            read = read_checkpoint(candidate)
+            return _read_best(folder)
+        except CheckpointError:
+            # A training run may have written a better one, and removed this one, while it was read.
+            if _latest(folder) == newest:
+                raise
+
+
+def _read_best(folder: Path) -> Checkpoint | None:
+    found = _first_intact(folder, _read_state)
+    if found is None:
+        return None
+    (state, _), newest, problems = found
+    step = state.get("best_step", 0)
+    instead = "leave --best out to use the last ones"
+    if not step:
+        raise CheckpointError(f"{newest} has no best weights, as no evaluation came before; {instead}")
+    gone = f"the weights of the best evaluation, of step {shortened(str(step))}, are gone"
+    best = next((item for item in steps(folder) if step_of(item) == step), None)
+    if best is None:
+        raise CheckpointError(f"{gone} from {folder}; {instead}")
+    try:
+        read = read_checkpoint(best)
+    except CheckpointError as error:
+        raise CheckpointError(f"{gone}: {error}; {instead}") from None
+    known = f"the best evaluation up to step {step_of(newest)} is used, that of step {step}"
+    notices = [f"{problem}; {known}" for problem in problems]
+    named = folder / LATEST_FILE
+    if named.is_file() and _latest(folder) is None:
+        notices.append(f"{named} names a checkpoint that is not here; {known}")
+    return replace(read, notices=tuple(notices))
+
+
+def _first_intact(
+    folder: Path, read: Callable[[Path], Found]
+) -> tuple[Found, Path, list[str]] | None:
+    """Read the newest checkpoint for which that works; None if there is none yet.
+
+    Returns:
+        What was read, the checkpoint, and what is wrong with each newer one.
+
+    Raises:
+        CheckpointError: when it works for none.
+    """
+    problems = list[str]()
+    for candidate in candidates(folder):
+        try:
+            return read(candidate), candidate, problems
         except CheckpointError as error:
             problems.append(f"{error}")
-            continue
-        used = f"; an older checkpoint is used instead, {candidate.name}"
-        return replace(read, notices=(*notices, *[problem + used for problem in problems]))
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} is complete: {problems[0]}")
     return None
@@ -765,6 +856,25 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: for a missing, unreadable, truncated or changed file, and for a newer
             format; the message names the file.
     """
+    state, files = _read_state(folder)
+    try:
+        with raised_as(CheckpointError, f"{folder} cannot be read"):
+            _verify(folder, files)
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{folder / STATE_FILE} lacks the sizes and checksums of its files"
+        ) from None
+    return Checkpoint(
+        state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE)
+    )
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Any], Mapping[str, Mapping[str, Any]]]:
+    """Return the values of a checkpoint's state.json, and sizes and hashes of the other files.
+
+    Raises:
+        CheckpointError: for a missing or damaged file, and for a newer format.
+    """
     file = folder / STATE_FILE
     with foreign(file, CheckpointError, "damaged or missing"):
         state = read_json(file)
@@ -775,15 +885,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     if result != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
-    try:
-        with raised_as(CheckpointError, f"{folder} cannot be read"):
-            _verify(folder, files)
-    except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{file} lacks the sizes and checksums of its files") from None
     del state["format"], state["files"]
-    return Checkpoint(
-        state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE)
-    )
+    return state, files
 
 
 def digest(state: Mapping[str, Any]) -> str:
@@ -807,26 +910,43 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {STATE_FILE}")
 
 
+def name_of(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removesuffix(REPLACED).rpartition("-")[2])
+
+
 def steps(folder: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first, without temporary ones."""
-    with suppress(FileNotFoundError):  # it may vanish while glob reads
-        return sorted((item for item in folder.glob(f"{PREFIX}*") if item.is_dir()), reverse=True)
-    return []
+    """Return the checkpoints' folders, newest first: without temporary ones, and the user's own.
+
+    One that is being replaced stands for its step until the new one is there.
+    """
+    own = dict[int, Path]()
+    with suppress(OSError):  # it may vanish meanwhile
+        # in this order a replaced one comes behind the one that replaces it
+        for item in sorted(folder.iterdir()):
+            if NAME.fullmatch(item.name.removesuffix(REPLACED)) and item.is_dir():
+                own.setdefault(step_of(item), item)
+    return [own[step] for step in sorted(own, reverse=True)]
 
 
-def _candidates(folder: Path) -> list[Path]:
+def candidates(folder: Path) -> list[Path]:
     """Return the folders to try: the one `latest` names, then the others from the newest on."""
-    result, named = steps(folder), _named(folder, LATEST_FILE)
+    result, named = steps(folder), _latest(folder)
     return result if named is None else [named, *(item for item in result if item != named)]
 
 
-def _named(folder: Path, file: str) -> Path | None:
-    """Return the checkpoint named in a file, or None."""
+def _latest(folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` names, or None."""
     try:
-        named = folder / read_text(folder / file).strip()
+        name = read_text(folder / LATEST_FILE).strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return named if named in steps(folder) else None
+    return next((item for item in steps(folder) if item.name.removesuffix(REPLACED) == name), None)
 
 
 class CheckpointWriter:
@@ -842,8 +962,8 @@ class CheckpointWriter:
         finally:
             writer.discard()                    # removes an unfinished checkpoint
 
-    All methods except `discard` raise OSError when the disk is full or not writable. Older
-    checkpoints stay intact.
+    All methods except `discard` raise OSError when the disk is full or not writable; `explained`
+    makes an error for the user of it. Older checkpoints stay intact.
 
     Args:
         folder: of the run's checkpoints, created if missing.
@@ -852,19 +972,23 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, step: int, root: Path | None = None) -> None:
-        self._folder, self._root = folder, root
-        self._final = folder / f"{PREFIX}{step:08d}"
+        self._folder, self._step, self._root = folder, step, root
+        self._final = folder / name_of(step)
         self._temporary = folder / f".{self._final.name}.tmp"
+        self._is_named = False  # whether `_final` is this checkpoint
         self._streams: dict[str, BinaryIO] = {}
 
     def begin(self) -> None:
-        """Create the temporary folder; remove those that killed runs have left."""
+        """Create the temporary folder; tidy up what killed runs have left."""
         if not self._folder.is_dir():
             # not its parents: a removed run folder is not recreated
             make_folder(self._folder, self._root)
             sync_folder(self._folder.parent)
-        for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
-            remove_folder(leftover, self._root)
+        for leftover in self._folder.iterdir():
+            if TEMPORARY.fullmatch(leftover.name):
+                remove_folder(leftover, self._root)
+            elif _is_replaced(leftover):
+                _put_back(leftover, self._root)
         make_folder(self._temporary, self._root)
 
     def open(self, name: str, specs: ArraySpecs, metadata: Mapping[str, str] | None = None) -> None:
@@ -888,16 +1012,20 @@ class CheckpointWriter:
         in_order = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
         stream.write(as_bytes(in_order).data)
 
-    def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
-        """Write state.json, sync to disk, and rename the checkpoint; return its name.
+    def finish(self, state: Mapping[str, Any], keep: int, best_step: int = 0) -> str:
+        """Write state.json, sync to disk, name the checkpoint, and let `latest` name it.
 
-        Older checkpoints are removed, except the `keep` newest and the best. Checkpoints of later
-        steps are removed, too: they are left from before the run was resumed at an older step.
+        Then older checkpoints are removed, except the `keep` newest and the best. Checkpoints of
+        later steps are removed, too: they are left from before the run was resumed at an older
+        step.
 
         Args:
             state: JSON values.
             keep: the number of newest checkpoints to keep.
-            best: whether this is the best one so far.
+            best_step: a step whose checkpoint is kept, too; 0 for none.
+
+        Returns:
+            The checkpoint's name.
         """
         files = {
             name: seal(self._temporary / name, stream) for name, stream in self._streams.items()
@@ -906,14 +1034,45 @@ class CheckpointWriter:
         text = json_text({**values, "sha256": digest(values)}, indent=1)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n", self._root)
         sync_folder(self._temporary, self._root)
-        # resumed at an older step, the run has reached this one again
-        remove_folder(self._final, self._root)
+        if self._final.is_dir():
+            # The same step is saved twice, or a run that was resumed at an older one reaches it
+            # again: what is there stays until the new one has its name.
+            rename(self._final, _replaced(self._final).name, self._root)
         rename(self._temporary, self._final.name, self._root)
+        self._is_named = True
         sync_folder(self._folder, self._root)
-        for file in (LATEST_FILE, BEST_FILE)[: 1 + best]:
-            write_atomically(self._folder / file, f"{self._final.name}\n".encode(), self._root)
-        _prune(self._folder, self._final, keep, self._root)
+        write_atomically(self._folder / LATEST_FILE, f"{self._final.name}\n".encode(), self._root)
+        _prune(self._folder, self._final, keep, best_step, self._root)
         return self._final.name
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn an OSError into a CheckpointError that says what the folder has now."""
+        try:
+            yield
+        except OSError:
+            self.discard()
+            of, step = self._folder, self._step
+            if self._is_latest():
+                what, advice = f"the checkpoint of step {step} is complete in {of}, but may not", ""
+                what += " survive a power failure"
+            else:
+                new = "new checkpoint" if os.path.lexists(self._final) else "checkpoint"
+                what = f"no {new} of step {step} can be written into {of}"
+                advice = "older ones are intact" if steps(of) else "there is none yet"
+            with raised_as(CheckpointError, what, advice):
+                raise
+
+    def _is_latest(self) -> bool:
+        """Return whether `latest` names this checkpoint, as far as that can be known."""
+        if not self._is_named:
+            return False
+        try:
+            return read_text(self._folder / LATEST_FILE).strip() == self._final.name
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError):
+            return True
 
     def discard(self) -> None:
         """Remove an unfinished checkpoint; after `finish` this does nothing."""
@@ -921,6 +1080,11 @@ class CheckpointWriter:
             with suppress(OSError):  # flushing may fail on a full disk, which does not matter
                 stream.close()
         remove_folder(self._temporary, self._root)
+        if self._is_named and not self._is_latest():
+            _remove(self._final, self._root)
+            self._is_named = False
+        if not self._is_named:
+            _put_back(_replaced(self._final), self._root)
 
 
 def seal(file: Path, stream: BinaryIO) -> dict[str, str | int]:
@@ -936,12 +1100,42 @@ def seal(file: Path, stream: BinaryIO) -> dict[str, str | int]:
     return result
 
 
-def _prune(folder: Path, newest: Path, keep: int, root: Path | None = None) -> None:
-    result, best = steps(folder), _named(folder, BEST_FILE)
-    past = [item for item in result if item <= newest]
-    for entry in result:
-        if entry not in past[:keep] and not (entry == best and entry in past):
-            remove_folder(entry, root)
+def _prune(
+    folder: Path, newest: Path, keep: int, best_step: int = 0, root: Path | None = None
+) -> None:
+    """Remove all checkpoints but the newest of `keep` steps, and that of the best step."""
+    past = [item for item in steps(folder) if step_of(item) <= step_of(newest)]
+    kept = [*past[:keep], *(item for item in past if step_of(item) == best_step)]
+    for item in (_replaced(newest), *steps(folder)):
+        if item not in kept:
+            _remove(item, root)
+
+
+def _remove(checkpoint: Path, root: Path | None) -> None:
+    """Remove a checkpoint, first its name, so that a kill leaves no half of one."""
+    hidden = checkpoint.with_name(f".{name_of(step_of(checkpoint))}.tmp")
+    with suppress(OSError):
+        rename(checkpoint, hidden.name, root)
+    remove_folder(hidden, root)
+
+
+def _replaced(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + REPLACED)
+
+
+def _is_replaced(entry: Path) -> bool:
+    name = entry.name.removesuffix(REPLACED)
+    return name != entry.name and NAME.fullmatch(name) is not None
+
+
+def _put_back(replaced: Path, root: Path | None) -> None:
+    """Give a checkpoint that was being replaced its own name again, unless the new one has it."""
+    own = replaced.with_name(replaced.name.removesuffix(REPLACED))
+    if own.is_dir():
+        _remove(replaced, root)
+    elif replaced.is_dir():
+        with suppress(OSError):  # it is found under the other name, too
+            rename(replaced, own.name, root)
 
 
 # ---- one file of arrays ----

@@ -214,11 +214,16 @@ class Reporter:
         self._wait()
 
     def best(self, state: RunState, report: Totals) -> str:
-        """Return the best evaluation as text; "" if the last one is the only one."""
+        """Return the best evaluation as text; "" if the last one is the only one.
+
+        Where the best weights are kept, it is the one that has them: at --stop-after that is not
+        the last one, which an uninterrupted run does not make.
+        """
         if not state.best_step:
             return ""
         by_loss, gain = self._inputs.best_by_loss, self._options.least_gain
-        state = state.after_evaluation(report, by_loss, gain)
+        if not self._options.keeps_best:
+            state = state.after_evaluation(report, by_loss, gain)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
         if self._inputs.train.variance is not None:

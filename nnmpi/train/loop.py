@@ -59,9 +59,11 @@ from nnmpi.train.checkpoint import (
     Checkpoint,
     RunState,
     Saver,
+    candidates,
     find,
     restore,
     state_values,
+    step_of,
     steps,
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
@@ -225,7 +227,7 @@ class Loop:
                 if run.config.run.keeps_best and ends:  # the run, and not at --stop-after
                     before, self.state = self.state, self._with_best(self.report)
                     if self.state != before:
-                        self._saved_step = -1  # save again, so that `best` names the checkpoint
+                        self._saved_step = -1  # save again: the checkpoint says which is the best
                 self._save()
                 self._saver.wait()
             except KeyboardInterrupt:  # a second SIGINT: end without waiting for the other ranks
@@ -424,11 +426,11 @@ class Loop:
         if self._saved_step == self.state.step:
             return
         run, state = self._run, self._on_time()
-        best = run.config.run.keeps_best and state.best_step == state.step
         values = state_values(run.trainer, state)
         if state.step:
             values["rate"] = run.schedule(state.step - 1)
-        self._saver.save(run.trainer, state.step, values, run.metadata(), best)
+        best_step = state.best_step if run.config.run.keeps_best else 0
+        self._saver.save(run.trainer, state.step, values, run.metadata(), best_step)
         self._saved_step = state.step
 
     def _on_time(self) -> RunState:
@@ -507,6 +509,8 @@ def begin(
             notices.append(
                 f"{folder.path} had not come to its end: it has no {folder.finished.name}"
             )
+        if resuming and group.is_root:
+            notices.extend(_lost_best(run, state))
         if not 0 <= state.batch <= run.extent.train_batches:
             raise CheckpointError(
                 f"{folder.checkpoints}: the last one is after batch {shortened(str(state.batch))}"
@@ -583,6 +587,20 @@ def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[
     ]
 
 
+def _lost_best(run: TrainingRun, state: RunState) -> list[str]:
+    """Return a line if the best weights so far should have been kept and are not there any more.
+
+    They went when better ones came, with whose checkpoint, damaged since, the run cannot continue.
+    """
+    step, there = state.best_step, map(step_of, steps(run.folder.checkpoints))
+    if not run.config.run.keeps_best or not step or step in there:
+        return []
+    return [
+        f"the weights of the best evaluation so far, of step {step}, are gone; the next better ones"
+        " are kept"
+    ]
+
+
 def _how_to_continue(run: TrainingRun) -> str:
     """Return the option that has ended training, and how to train longer."""
     options, extent = run.config.optimization, run.extent
@@ -625,7 +643,7 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
                 save_pretrained(folder.model, weights, heads_of(options), dropout_of(options), end)
                 if tokenizer is not None:
                     tokenizer.save(folder.model)
-            stored = read_json(steps(folder.checkpoints)[0] / STATE_FILE)
+            stored = read_json(candidates(folder.checkpoints)[0] / STATE_FILE)
             numbers = {"loss": report.loss, "accuracy": nan} | measures
             proof = {
                 "step": state.step,

@@ -394,6 +394,11 @@ def open_run(
             raise UsageError(
                 f"{folder}: a model in Hugging Face's files has no best weights; leave --best out"
             )
+        if best and not config.run.keeps_best:
+            # It may have them by chance; but its last evaluation is in none of its checkpoints.
+            raise CheckpointError(
+                f"{files.checkpoints} has no best checkpoint; train with --keep-best"
+            )
     last = find(files, group, writes=False, best=best) if is_run else None
     if last is None and is_run:
         raise CheckpointError(

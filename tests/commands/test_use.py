@@ -244,7 +244,6 @@ def test_the_best_weights_stay(tmp_path, said):
         record["global_step"]: record["accuracy"] for record in records if record["kind"] == "eval"
     }
     best = max(scores, key=lambda step: (scores[step], -step))
-    assert (out / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
     result = json.loads(said(evaluate, f"{out} --best --json"))
     assert (result["step"], result["accuracy"]) == (best, scores[best])
 

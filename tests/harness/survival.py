@@ -285,7 +285,7 @@ class _Promised:
 
         def noting(writer, *args):
             name = finish(writer, *args)  # type: ignore[arg-type]
-            self.step = int(name.rpartition("-")[2])
+            self.step = checkpoint.step_of(Path(name))
             return name
 
         with pytest.MonkeyPatch.context() as patch:

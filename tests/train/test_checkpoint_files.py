@@ -33,7 +33,7 @@ class Content:
     state: Mapping[str, Any]
 
 
-def save(folder, content, keep):
+def save(folder, content, keep, best_step=0):
     """Write a checkpoint as a run does."""
     draft = CheckpointWriter(folder, content.state["step"])
     try:
@@ -42,7 +42,7 @@ def save(folder, content, keep):
             draft.open(name, {key: ArraySpec.of(array) for key, array in arrays.items()})
             for key, array in arrays.items():
                 draft.write(key, array)
-        return folder / draft.finish(content.state, keep)
+        return folder / draft.finish(content.state, keep, best_step)
     finally:
         draft.discard()
 
@@ -65,20 +65,18 @@ def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path):
 
 
 def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_path):
-    (tmp_path / "best").write_text("step-00000001\n")
     for step in (1, 2, 3, 10):
-        save(tmp_path, make(step), keep=2)
+        save(tmp_path, make(step), keep=2, best_step=1)
     kept = ["step-00000001", "step-00000003", "step-00000010"]
-    assert names(tmp_path) == ["best", "latest", *kept]
+    assert names(tmp_path) == ["latest", *kept]
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
 
 
 def test_an_older_step_saved_again_removes_the_future(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, make(step), keep=5)
-    (tmp_path / "best").write_text("step-00000003\n")
-    save(tmp_path, make(2, 9.0), keep=5)
-    assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
+    save(tmp_path, make(2, 9.0), keep=5, best_step=3)
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     result = load_checkpoint(tmp_path)
     assert result.model["w"][0, 0] == 9
 

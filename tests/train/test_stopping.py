@@ -7,13 +7,13 @@ import pytest
 
 import nnmpi
 from nnmpi import StopTraining, data, models, simulate
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.base.files import read_json
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import STOPPED
 from nnmpi.train.cli import main, parse
 from nnmpi.train.metrics import read_metrics
-from tests.harness.refusals import usage_error
+from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import work
 
 WORDS = "--model mlp --dataset iris --eval-every 3steps --quiet --out run"
@@ -57,7 +57,7 @@ def test_patience_ends_with_the_evaluations(ranks, words, tmp_path, monkeypatch)
     assert 0 < end["step"] < 80 and end["step"] == patient(2, gain)
     best = end["step"] - 6
     assert end["stopped"] == f"as no evaluation was better than that after step {best}"
-    assert Path("run/checkpoints/best").read_text().strip() == f"step-{best:08d}"
+    assert nnmpi.load("run", best=True).step == best
     assert start("--resume run --quiet", 2)["step"] == end["step"]
     assert start("--resume run --quiet --early-stopping 3", ranks)["step"] == patient(3, gain)
 
@@ -67,7 +67,8 @@ def test_a_resumed_run_knows_its_patience(tmp_path, monkeypatch):
     end = start(f"{WORDS} --early-stopping 2")
     Path("run").rename("full")
     start(f"{WORDS} --early-stopping 2 --stop-after 2")
-    assert not Path("run/checkpoints/best").exists()  # the full run does not evaluate there
+    # the full run does not evaluate there
+    refuses(CheckpointError, "has no best weights", lambda: nnmpi.load("run", best=True))
     start(f"--resume run --quiet --stop-after {end['step'] - 2}", 2)
     again = start("--resume run --quiet")
     assert (again["step"], again["stopped"]) == (end["step"], end["stopped"])

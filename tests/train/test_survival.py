@@ -65,19 +65,20 @@ def write_unsynced(file, content, root=None):
 
 def begin_in_place(writer):
     """Write under the final name from the beginning, where what is old lies as well."""
-    writer._temporary = writer._final
-    writer._final.mkdir(parents=True, exist_ok=True)
+    writer._temporary = writer._folder / checkpoint.name_of(writer._step)
+    writer._temporary.mkdir(parents=True, exist_ok=True)
 
 
-def finish_in_place(writer, state, keep, best=False):
-    sealed = {name: checkpoint.seal(writer._final / name, s) for name, s in writer._streams.items()}
+def finish_in_place(writer, state, keep, best_step=0):
+    final = writer._folder / checkpoint.name_of(writer._step)
+    sealed = {name: checkpoint.seal(final / name, s) for name, s in writer._streams.items()}
     values = {"format": checkpoint.FORMAT, **state, "files": sealed}
     text = checkpoint.json_text({**values, "sha256": checkpoint.digest(values)})
-    files.write_synced(writer._final / "state.json", text.encode())
-    files.write_atomically(writer._folder / "latest", writer._final.name.encode())
+    files.write_synced(final / "state.json", text.encode())
+    files.write_atomically(writer._folder / "latest", final.name.encode())
     writer._temporary = writer._folder / ".none"
-    checkpoint._prune(writer._folder, writer._final, 1)
-    return writer._final.name
+    checkpoint._prune(writer._folder, final, 1)
+    return final.name
 
 
 BEGIN, SCATTER = CheckpointWriter.begin, checkpoint.restore
@@ -108,8 +109,8 @@ def load_no_scalars(trainer, values):
 PRUNE, RELEASE, REPLACE = checkpoint._prune, ParameterServer.release, checkpoint.write_atomically
 
 
-def prune_newest(place, newest, keep, root):
-    PRUNE(place, newest, keep, root)
+def prune_newest(place, newest, *given):
+    PRUNE(place, newest, *given)
     result = checkpoint.steps(place)
     if len(result) > 1:
         shutil.rmtree(result[0])
@@ -145,7 +146,7 @@ def words_of_a_new_run(seen, ranks):
     return [*seen._plan.words, "--out", str(seen._plan.folder), "--dp", "auto"]
 
 
-FIND = checkpoint._candidates
+FIND = checkpoint.candidates
 
 
 def cut_and_claim(file, step):
@@ -179,7 +180,7 @@ PLANTED = {
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
     "the oldest checkpoint is taken": [
-        (checkpoint, "_candidates", lambda place: FIND(place)[::-1])
+        (checkpoint, "candidates", lambda place: FIND(place)[::-1])
     ],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
