@@ -580,8 +580,8 @@ def _claim(folder: Path, run_id: str | None) -> str:
     existing, latest = steps(folder), folder / LATEST_FILE
     if not existing and os.path.lexists(latest) and not _may_be_replaced(latest):
         raise UsageError(
-            f"{latest} is not of nnmpi, which would replace it by the name of the newest checkpoint;"
-            " give another folder"
+            f"{latest} is not of nnmpi, which would replace it by the newest checkpoint's name; give"
+            " another folder"
         )
     for item in existing:
         owner = run_id  # a damaged one may be replaced by a run that has resumed
@@ -810,7 +810,9 @@ def _read_best(folder: Path) -> Checkpoint | None:
     step = state.get("best_step", 0)
     instead = "leave --best out to use the last ones"
     if not step:
-        raise CheckpointError(f"{newest} has no best weights, as no evaluation came before; {instead}")
+        raise CheckpointError(
+            f"{newest} has no best weights, as no evaluation came before; {instead}"
+        )
     gone = f"the weights of the best evaluation, of step {shortened(str(step))}, are gone"
     best = next((item for item in steps(folder) if step_of(item) == step), None)
     if best is None:

@@ -70,19 +70,20 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks; UsageError for wrong options, data that do not fit the model, or a
             folder with another run. See `loop.begin` and `Loop.run`.
     """
-    config = read_options(words, group)
-    console = Console(quiet=config.run.quiet or not group.is_root)
+    made = list[Path]()
     try:
+        config = read_options(words, group, made)
+        console = Console(quiet=config.run.quiet or not group.is_root)
         with begin(config, group, console, words) as loop:
             loop.run()
         on_root(group, console.finish)
     finally:
-        if group.is_root and config.run.out is not None:
+        for folder in made:
             with suppress(OSError):
-                config.run.out.rmdir()  # fails unless it is empty, as after a refused run
+                folder.rmdir()  # fails unless it is empty, as after a refused run
 
 
-def read_options(words: Sequence[str], group: Group) -> Config:
+def read_options(words: Sequence[str], group: Group, made: list[Path] | None = None) -> Config:
     """Return rank 0's options on every rank. Collective.
 
     Rank 0 alone reads files: the folder's default name has a time, and other nodes may lack them.
@@ -90,6 +91,7 @@ def read_options(words: Sequence[str], group: Group) -> Config:
     Args:
         words: of the command line; only rank 0's count.
         group: all ranks of the run.
+        made: on rank 0, gets the folder that is made for a run without --out.
 
     Raises:
         HelpAsked: on all ranks, for -h or --help.
@@ -99,10 +101,12 @@ def read_options(words: Sequence[str], group: Group) -> Config:
     def read() -> Config:
         config = parse(words)
         run, pretrained = config.run, config.model.pretrained
-        return config.having(
-            out=run.resume or run.out or default_folder(config),
-            pretrained=pretrained and find_model(pretrained),
-        )
+        model, out = pretrained and find_model(pretrained), run.resume or run.out
+        if out is None:
+            out = default_folder(config)
+            if made is not None:
+                made.append(out)
+        return config.having(out=out, pretrained=model)
 
     return shared(group, read)
 

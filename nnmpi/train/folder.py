@@ -23,6 +23,8 @@ runs/digits-cnn-20260101-120000/
 import errno
 import os
 import platform
+import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -52,11 +54,18 @@ from nnmpi.train.signature import versions
 CONFIG_FILE = "config.json"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # default parent of runs, and the link in it
 
+FLIGHT_FILE = re.compile(r"rank-[0-9]+\.txt")
+
 LAST_WORDS = "nnmpi: "  # before the sentence that ended a start, in console.txt
 
 
 class RunFolder:
-    """The paths in a run's folder; see the module."""
+    """The paths in a run's folder; see the module.
+
+    A new run begins only where none of these names is taken, except by a report or an export: see
+    `check_free`. So whatever has one of them later was made by the run, and a start that is refused
+    may remove it: see `withdraw`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
@@ -72,6 +81,18 @@ class RunFolder:
         self.trace, self.page = path / "trace.json.gz", path / "report.html"
         self.torch = path / "torch.safetensors"
         self.onnx = path / "model.onnx"
+        # What this start has made, for `withdraw`.
+        self._made_folders: list[Path] = []
+        self._made_files: list[Path] = []
+        self._linked_before: str | None = None  # where runs/latest led to, if this start moved it
+        self._has_linked = False
+
+    @property
+    def entries(self) -> list[Path]:
+        """All that a run's folder may have."""
+        return [
+            item for item in vars(self).values() if isinstance(item, Path) and item != self.path
+        ]
 
     def check_links(self) -> None:
         """Refuse links among the run's files: what is written to one could land anywhere.
@@ -81,7 +102,7 @@ class RunFolder:
         Raises:
             UsageError: with the link and the remedy.
         """
-        for entry in {*vars(self).values()} - {self.path}:
+        for entry in self.entries:
             # not rglob, which raises for a folder that is gone
             below = (Path(at, name) for at, *names in os.walk(entry) for name in chain(*names))
             for file in chain([entry], below):
@@ -94,8 +115,12 @@ class RunFolder:
     def check_free(self) -> None:
         """Check that a new run may be written here, before any work is done.
 
+        The folder may have other files, but none with the name of one that the run will write, or
+        that would be read as the run's.
+
         Raises:
-            UsageError: for a folder with a run, a file, and a path that the system refuses.
+            UsageError: for a folder with a run or such a file, a file in its place, and a path that
+                the system refuses.
         """
         with self._explain_errors():
             self.check_links()
@@ -107,6 +132,29 @@ class RunFolder:
                     )
             if self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"--out {self.path} is a file; give a folder")
+            if taken := [file.name for file in self._written() if file.exists()]:
+                names = ", ".join(taken)
+                raise UsageError(
+                    f"--out {self.path} has {names}, which a run would write there, too; move"
+                    f" {'it' if len(taken) == 1 else 'them'} away, or give another folder"
+                )
+
+    def _written(self) -> list[Path]:
+        """Return what a run will write, or read as its own, except what may be of starts before.
+
+        Those that ended before there was a config.json have left an empty lock file, and reports of
+        a stall. `nnmpi run` notes its faults by itself.
+        """
+        result = [self.config, self.metrics, self.checkpoints, self.console, self.starts]
+        result += [self.finished, self.evaluation, self.trace, self.tokenizer, self.model]
+        with suppress(FileNotFoundError):
+            lock = self.lock.stat()
+            if lock.st_size or not stat.S_ISREG(lock.st_mode):
+                result.append(self.lock)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not all(FLIGHT_FILE.fullmatch(item.name) for item in self.flight.iterdir()):
+                result.append(self.flight)
+        return result
 
     def make(self) -> None:
         """Create the folder if it is missing.
@@ -115,8 +163,25 @@ class RunFolder:
             UsageError: when it cannot be created.
         """
         with self._explain_errors():
-            self.path.mkdir(parents=True, exist_ok=True)
+            missing = [item for item in (self.path, *self.path.parents) if not item.exists()]
+            for item in reversed(missing):
+                with suppress(FileExistsError):  # another job was faster
+                    item.mkdir()
+                    self._made_folders.append(item)
             sync_folder(self.path.parent)
+            if not self.lock.exists():
+                self._made_files.append(self.lock)
+
+    def claim(self) -> None:
+        """Check again that a new run may be written here, which is now locked.
+
+        From here on, what has the name of a run's file is this start's.
+
+        Raises:
+            UsageError: see `check_free`; another job may have been faster.
+        """
+        self.check_free()
+        self._made_files += [self.config, self.metrics, self.console, self.starts, self.tokenizer]
 
     def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Save a text's tokenizer, or check that a resumed run has the same one.
@@ -184,20 +249,38 @@ class RunFolder:
             }
             with opened_to_write(self.starts, "a") as stream:
                 stream.write(json_text(start) + "\n")
-            if self.path.parent == RUNS and not self.path.is_symlink():
-                temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
-                temporary.symlink_to(self.path.name)
-                temporary.replace(RUNS / LATEST_RUN)
+            self._link()
+
+    def _link(self) -> None:
+        """Let runs/latest lead to this run; what has this name and is no link stays."""
+        link = RUNS / LATEST_RUN
+        if self.path.parent != RUNS or self.path.is_symlink():
+            return
+        if link.is_symlink():
+            self._linked_before = os.readlink(link)
+        elif link.exists():
+            return
+        _replace_link(link, self.path.name)
+        self._has_linked = True
 
     def withdraw(self) -> None:
-        """Remove a new run's files after its first step was refused, so another can start."""
-        for file in (self.config, self.metrics, self.console, self.starts, self.lock):
-            file.unlink(missing_ok=True)
-        remove_folder(self.tokenizer, self.path)
+        """Remove what this start of a new run has made, so that another can start."""
+        link = RUNS / LATEST_RUN
+        with suppress(OSError):
+            if self._has_linked and os.readlink(link) == self.path.name:  # no run began meanwhile
+                if self._linked_before is None:
+                    link.unlink()
+                else:
+                    _replace_link(link, self._linked_before)
+        for entry in self._made_files:
+            if entry.is_dir():
+                remove_folder(entry, self.path)
+            else:
+                with suppress(OSError):
+                    entry.unlink()
         with suppress(OSError):  # the folder has other files
-            self.path.rmdir()
-            if not (RUNS / LATEST_RUN).exists():
-                (RUNS / LATEST_RUN).unlink()
+            for folder in reversed(self._made_folders):
+                folder.rmdir()
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
@@ -210,6 +293,12 @@ class RunFolder:
                     raise
             with raised_as(UsageError, what, "give a writable folder"):
                 raise
+
+
+def _replace_link(link: Path, target: str) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.symlink_to(target)
+    temporary.replace(link)
 
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:

@@ -520,18 +520,25 @@ def begin(
         if state.step >= run.extent.stop:
             notices = [*notices, _how_to_continue(run)]
 
-        def lock_folder() -> None:
+        def open_folder() -> None:
             if not resuming:
                 folder.make()
                 take()
-                folder.check_free()  # again, under the lock: another job may have been faster
-            folder.keep_tokenizer(run.tokenizer)
+                folder.claim()
+            # config.json is first: with it, the folder is a run's, which can be resumed
             folder.create(settled)
+            folder.keep_tokenizer(run.tokenizer)
             folder.note_start(words, group.size, group.comm.world.library, facts)
-            folder.finished.unlink(missing_ok=True)
+            if resuming:
+                folder.finished.unlink(missing_ok=True)
             cut_metrics(folder.metrics, state.step)
 
-        on_root(group, lock_folder)
+        try:
+            on_root(group, open_folder)
+        except BaseException:
+            if group.is_root and not resuming:
+                folder.withdraw()
+            raise
         try:
             if group.is_root:
                 stack.enter_context(console.copied(folder.console))

@@ -6,6 +6,9 @@ was not synced.
     disk.lose()                             # the power went, too: what was not brought to the disk
                                             may be gone
 
+    at_each_operation(place, "kill", work, check)       # what is there when work ended in its first
+                                                        # operation, in its second, ...
+
 What the disk promises is what POSIX does, and no more. A file's content is safe once it was synced;
 before, any part of its end may be missing. That a name exists, has gone, or belongs to another file
 is safe once its folder was synced; before, of what was done in a folder, the last of it may be
@@ -24,11 +27,14 @@ import errno
 import io
 import os
 import shutil
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 
 from nnmpi.base import clock
+from nnmpi.base.errors import NnmpiError
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 
 Tree = dict[str, bytes | None]
@@ -45,22 +51,29 @@ class _Act:
     before: Tree | None = None
 
 
+class Killed(BaseException):
+    """The process was killed in the operation."""
+
+
 class FaultyDisk(AbstractContextManager["FaultyDisk"]):
     """The disk below a folder.
 
     Args:
         root: the folder.
         draws: decides how much of a write comes through, and what is lost.
-        dies_at: in which operation the rank is killed that does it, from 1; 0 for none.
+        dies_at: in which operation the rank is killed that does it, from 1; 0 for none. Outside of
+            a simulated world, `Killed` is raised, and nothing changes any more.
         full_at: from which operation on nothing more can be written; 0 for never.
+        fails_at: which operation fails, and only that one, as of a damaged disk; 0 for none.
 
     Attributes:
         operations: how many there were so far.
     """
 
-    def __init__(self, root, draws, dies_at=0, full_at=0):
+    def __init__(self, root, draws, dies_at=0, full_at=0, fails_at=0):
         self.root, self.operations = os.path.abspath(root), 0
         self._draws, self._dies_at, self._full_at = draws, dies_at, full_at
+        self._fails_at, self._is_dead = fails_at, False
         self._acts = []
         self._safe_bytes = {}  # of files that were written to and not synced since
         self._before = []
@@ -75,6 +88,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             (os, "replace", self._rename),
             (os, "mkdir", self._mkdir),
             (os, "unlink", self._remove),
+            (os, "rmdir", self._rmdir),
             (shutil, "rmtree", self._rmtree),
         ):
             self._before.append((module, name, getattr(module, name)))
@@ -132,22 +146,31 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         world = clock._clock.get()
         if isinstance(world, SimulatedWorld) and world._scheduler.failure is not None:
             return False
+        if self._is_dead:
+            return False
         self.operations += 1
         if self.operations == self._dies_at:
             self._die()
+        if self.operations == self._fails_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if writes and self._full_at and self.operations >= self._full_at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return True
 
     def _die(self):
         world = clock._clock.get()
-        assert isinstance(world, SimulatedWorld)
+        if not isinstance(world, SimulatedWorld):
+            self._is_dead = True
+            raise Killed
         world._scheduler.begin_call(world._local)
         world._scheduler.halt(
             world._local, f"was killed in operation {self.operations} of the disk"
         )
 
     def _open(self, real, place, path, mode="r", *args, **kwargs):
+        if mode in ("w", "a"):  # of a text that nobody relies on: opening it is the operation
+            is_seen = self._begin(writes=not os.path.exists(place))
+            return real(path, mode, *args, **kwargs) if is_seen else real(os.devnull, mode)
         if mode not in ("wb", "ab"):
             return real(path, mode, *args, **kwargs)
         if not self._begin(writes=not os.path.exists(place)):
@@ -160,7 +183,8 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
 
     def _write(self, stream, content):
         data = memoryview(content).cast("B")
-        if self.operations + 1 in (self._dies_at, self._full_at):  # a part of it comes through
+        ends = (self._dies_at, self._full_at, self._fails_at)
+        if self.operations + 1 in ends and not self._is_dead:  # a part of it comes through
             world = clock._clock.get()
             if not (isinstance(world, SimulatedWorld) and world._scheduler.failure):
                 stream.write(data[: self._draws.randrange(len(data) + 1)])
@@ -196,14 +220,18 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             real(path, **at)
             self._acts.append(_Act("remove", place, before=before))
 
+    def _rmdir(self, real, place, path, **at):
+        if self._begin(writes=False):
+            real(path, **at)
+            self._acts.append(_Act("remove", place, before={"": None}))
+
     def _rmtree(self, real, place, path, **how):
-        """Remove file by file, and be killed between two of them."""
-        for folder, _, names in os.walk(place, topdown=False):
-            for name in names:
-                os.unlink(os.path.join(folder, name))
-            if self._begin(writes=False):
+        """Remove file by file, and be killed or hindered between two of them."""
+        with suppress(OSError) if how.get("ignore_errors") else nullcontext():
+            for folder, _, names in os.walk(place, topdown=False):
+                for name in names:
+                    os.unlink(os.path.join(folder, name))
                 os.rmdir(folder)
-                self._acts.append(_Act("remove", folder, before={"": None}))
 
     # ---- what is not safe ----
 
@@ -275,6 +303,47 @@ class _Stream:
     def write(self, content):
         """Write it, or a part of it and be killed."""
         return self._disk._write(self._stream, content)
+
+
+FAULTS = {"kill": "dies_at", "full": "full_at", "error": "fails_at"}
+
+
+def at_each_operation(place, fault, work, check, prepare=lambda folder: None, numbers=None):
+    """Do some work again and again, each time with a fault in another operation of the disk.
+
+    Args:
+        place: for the folders, a new one each time.
+        fault: of `FAULTS`: the work is killed, the disk is full from then on, or fails once.
+        work: called with the folder.
+        check: called with the folder, and the error in which the work ended, or None.
+        prepare: called with the folder before the disk is faulty.
+        numbers: of the operations; all by default.
+
+    Returns:
+        How often it was done.
+    """
+    done = 0
+    for number in count(1) if numbers is None else numbers:
+        folder, ended = place / f"{fault}-{number}", None
+        folder.mkdir()
+        prepare(folder)
+        disk = FaultyDisk(folder, Random(number), **{FAULTS[fault]: number})
+        try:
+            with disk:
+                work(folder)
+        except (Killed, NnmpiError, OSError) as error:
+            ended = error
+        if disk.operations < number:
+            assert ended is None, ended
+            break
+        try:
+            check(folder, ended)
+        except BaseException as error:
+            error.add_note(f"with the fault {fault} in operation {number}, which gave {ended!r}")
+            raise
+        shutil.rmtree(folder)
+        done += 1
+    return done
 
 
 def read_tree(place):

@@ -330,7 +330,7 @@ def _judge_end(run, wanted):
 
 def sweep(first, last):
     """Return the first seed of a range that fails, and how; None where all is well."""
-    with tempfile.TemporaryDirectory(dir=_fast_folder()) as name, quick_trainings():
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as name, quick_trainings():
         expected = undisturbed(Path(name) / "undisturbed")
         for seed in range(first, last):
             run = Path(name) / f"run-{seed}"
@@ -340,7 +340,7 @@ def sweep(first, last):
     return None
 
 
-def _fast_folder():
+def fast_folder():
     """Return where files are memory, if that is known; what is lost with the power is a matter of
     `FaultyDisk`.
     """

@@ -179,9 +179,7 @@ PLANTED = {
     "a resumed run leaves out a batch": [(loop, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
-    "the oldest checkpoint is taken": [
-        (checkpoint, "candidates", lambda place: FIND(place)[::-1])
-    ],
+    "the oldest checkpoint is taken": [(checkpoint, "candidates", lambda place: FIND(place)[::-1])],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
         (loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
