@@ -580,7 +580,7 @@ def _claim(folder: Path, run_id: str | None) -> str:
     existing, latest = steps(folder), folder / LATEST_FILE
     if not existing and os.path.lexists(latest) and not _may_be_replaced(latest):
         raise UsageError(
-            f"{latest} is not of nnmpi, which would replace it by the newest checkpoint's name; give"
+            f"{latest} is not of nnmpi, which would replace it by the name of a checkpoint; give"
             " another folder"
         )
     for item in existing:

@@ -43,7 +43,9 @@ from nnmpi.base.files import (
     read_json,
     read_text,
     remove_folder,
+    rename,
     sync_folder,
+    write_atomically,
     write_json,
 )
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,11 +83,17 @@ class RunFolder:
         self.trace, self.page = path / "trace.json.gz", path / "report.html"
         self.torch = path / "torch.safetensors"
         self.onnx = path / "model.onnx"
-        # What this start has made, for `withdraw`.
+        # What this start has made, and what it has replaced, for `withdraw`.
         self._made_folders: list[Path] = []
         self._made_files: list[Path] = []
+        self._before: dict[Path, bytes] = {}
+        self._has_reopened = False
         self._linked_before: str | None = None  # where runs/latest led to, if this start moved it
         self._has_linked = False
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.path / f".{self.finished.name}.tmp"
 
     @property
     def entries(self) -> list[Path]:
@@ -182,6 +190,28 @@ class RunFolder:
         """
         self.check_free()
         self._made_files += [self.config, self.metrics, self.console, self.starts, self.tokenizer]
+        self._made_folders.append(self.checkpoints)  # removed if it is empty
+
+    def remember(self) -> None:
+        """Remember what a start that resumes the run will replace or remove, for `withdraw`.
+
+        Raises:
+            UsageError: when it cannot be read.
+        """
+        with self._explain_errors():
+            for file in (self.config, self.metrics):
+                if file.is_file():
+                    self._before[file] = file.read_bytes()
+
+    def reopen(self) -> None:
+        """Take finished.json away, as the run goes on.
+
+        It gets the name under which the next one is prepared, so that `withdraw` can put the very
+        file back: `nnmpi run` sees by the file whether a start has finished the run.
+        """
+        with suppress(FileNotFoundError):
+            rename(self.finished, self._unfinished.name, self.path)
+            self._has_reopened = True
 
     def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Save a text's tokenizer, or check that a resumed run has the same one.
@@ -264,7 +294,10 @@ class RunFolder:
         self._has_linked = True
 
     def withdraw(self) -> None:
-        """Remove what this start of a new run has made, so that another can start."""
+        """Remove what this start has made, and restore what it has replaced, as it was refused.
+
+        What is only added to, such as console.txt of a resumed run, stays.
+        """
         link = RUNS / LATEST_RUN
         with suppress(OSError):
             if self._has_linked and os.readlink(link) == self.path.name:  # no run began meanwhile
@@ -278,8 +311,15 @@ class RunFolder:
             else:
                 with suppress(OSError):
                     entry.unlink()
-        with suppress(OSError):  # the folder has other files
-            for folder in reversed(self._made_folders):
+        for file, content in self._before.items():
+            with suppress(OSError):
+                if not file.is_file() or file.read_bytes() != content:
+                    write_atomically(file, content, self.path)
+        if self._has_reopened:
+            with suppress(OSError):
+                rename(self._unfinished, self.finished.name, self.path)
+        for folder in reversed(self._made_folders):
+            with suppress(OSError):  # it has other files
                 folder.rmdir()
 
     @contextmanager

@@ -520,8 +520,12 @@ def begin(
         if state.step >= run.extent.stop:
             notices = [*notices, _how_to_continue(run)]
 
+        newest = candidates(folder.checkpoints)[:1]  # on rank 0
+
         def open_folder() -> None:
-            if not resuming:
+            if resuming:
+                folder.remember()
+            else:
                 folder.make()
                 take()
                 folder.claim()
@@ -530,13 +534,13 @@ def begin(
             folder.keep_tokenizer(run.tokenizer)
             folder.note_start(words, group.size, group.comm.world.library, facts)
             if resuming:
-                folder.finished.unlink(missing_ok=True)
+                folder.reopen()
             cut_metrics(folder.metrics, state.step)
 
         try:
             on_root(group, open_folder)
         except BaseException:
-            if group.is_root and not resuming:
+            if group.is_root:
                 folder.withdraw()
             raise
         try:
@@ -548,8 +552,9 @@ def begin(
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
         except NnmpiError as error:
-            is_wrong = group.is_root and isinstance(error, UsageError | ShapeError)
-            if is_wrong and not resuming and not folder.checkpoints.exists():
+            is_refused = isinstance(error, UsageError | ShapeError)
+            # as its first steps were, before a checkpoint
+            if group.is_root and is_refused and candidates(folder.checkpoints)[:1] == newest:
                 folder.withdraw()
             folder.note_error(error)  # by the first rank that gets here
             raise

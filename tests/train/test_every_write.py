@@ -123,7 +123,7 @@ def test_newest_and_best_checkpoint_are_those_of_one_moment(fault, keep, place):
 
 RUN = (
     "--dataset iris --model mlp --hidden 8 --batch-size 32 --lr 0.2 --lr-schedule constant"
-    " --epochs 6 --save-every 1 --keep-best --seed 3 --quiet --backend numpy"
+    " --epochs 8 --save-every 1 --keep-best --seed 3 --quiet --backend numpy"
 )
 
 
@@ -164,7 +164,7 @@ def last_words(run):
     return re.findall("best epoch .*", (run / "console.txt").read_text())[-1]
 
 
-@pytest.fixture(scope="module", params=[(1, ""), (2, "--zero 1 --ema 0.9 --reduction fixed")])
+@pytest.fixture(scope="module", params=[(1, ""), (2, "--zero 1 --ema 0.9")])
 def undisturbed(request, tmp_path_factory):
     ranks, words = request.param
     with quick_trainings():
@@ -174,7 +174,7 @@ def undisturbed(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "first, stride", [(11, 61), pytest.param(1, 3, marks=[pytest.mark.slow("each operation")])]
+    "first, stride", [(11, 43), pytest.param(1, 3, marks=[pytest.mark.slow("each operation")])]
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_best_weights_are_those_that_a_run_says(fault, first, stride, undisturbed, place):
@@ -231,7 +231,7 @@ def test_a_start_that_fails_leaves_a_run_or_nothing_and_what_is_not_its_own(faul
         if exists:
             mine = {name: (out / name).read_text() for name in MINE}
             assert mine == {name: f"mine: {name}\n" for name in MINE}
-        elif isinstance(error, NnmpiError):
+        elif error is not None and fault != "kill":
             assert is_run or not (folder / "out").exists()
         if error is not None and not is_run and out.exists():
             left = {item.name for item in out.iterdir()} - {Path(name).parts[0] for name in MINE}
@@ -320,3 +320,122 @@ def test_steps_are_numbers(tmp_path, monkeypatch):
     assert [step_of(item) for item in steps(tmp_path)] == [1_100_000_000, 100_000_002, 99_999_999]
     assert load_checkpoint(tmp_path).values["step"] == 1_100_000_000
     assert load_best(tmp_path).values["step"] == 99_999_999
+
+
+# ---- what is gone is said ----
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run whose best evaluation was long before its end."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(f"{RUN} --epochs 14 --out {run}")
+    return run
+
+
+def best_of(run):
+    """Return the step of a run's best evaluation, and those of its checkpoints, newest first."""
+    state = read_json(steps(run / "checkpoints")[0] / "state.json")
+    return state["best_step"], [step_of(item) for item in steps(run / "checkpoints")]
+
+
+def test_the_best_of_a_damaged_newest_checkpoint_is_still_the_best(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    best, kept = best_of(run)
+    assert best not in kept[:3]
+    cut(run / f"checkpoints/step-{kept[0]:08d}/model.safetensors")
+    assert nnmpi.load(run, best=True).step == best
+    (run / f"checkpoints/step-{kept[0]:08d}/state.json").unlink()
+    with pytest.warns(UserWarning, match=f"the best evaluation up to step {kept[1]} is used"):
+        assert nnmpi.load(run, best=True).step == best
+    shutil.rmtree(run / f"checkpoints/step-{kept[0]:08d}")
+    with pytest.warns(UserWarning, match=f"not here; the best evaluation up to step {kept[1]} is"):
+        assert nnmpi.load(run, best=True).step == best
+
+
+def test_best_weights_that_are_gone_are_not_replaced_by_others(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    best, _ = best_of(run)
+    folder = run / f"checkpoints/step-{best:08d}"
+    cut(folder / "model.safetensors")
+    words = f"the weights of the best evaluation, of step {best}, are gone"
+    with pytest.raises(CheckpointError, match=f"{words}: .*leave --best out"):
+        nnmpi.load(run, best=True)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=f"{words} from .*leave --best out"):
+        nnmpi.load(run, best=True)
+    train(f"--resume {run} --epochs 15 --lr 1e-9")
+    notice = f"the weights of the best evaluation so far, of step {best}, are gone"
+    assert notice in (run / "console.txt").read_text()
+    with pytest.raises(CheckpointError, match=words):
+        nnmpi.load(run, best=True)
+
+
+def test_a_step_back_over_the_best_checkpoint_goes_back_to_the_best_before(tmp_path):
+    """And the run that has continued says what it has."""
+    run = tmp_path / "run"
+    train(f"{RUN} --epochs 14 --stop-after 20 --out {run}")
+    best, kept = best_of(run)
+    assert best == kept[0]
+    cut(run / f"checkpoints/step-{best:08d}/optimizer.safetensors")
+    with pytest.raises(CheckpointError, match=f"of step {best}, are gone: .*optimizer"):
+        nnmpi.load(run, best=True)
+    train(f"--resume {run} --stop-after 24 --lr 1e-9")  # hardly another step
+    before, kept = best_of(run)
+    assert before < best and nnmpi.load(run, best=True).step == before
+    assert f"best epoch {before // 4} with" in last_words(run)
+
+
+def test_a_run_says_the_best_that_it_has_where_it_stops_on_its_way(tmp_path):
+    """The last evaluation is none of the run's, as an uninterrupted one would not make it."""
+    run = tmp_path / "run"
+    train(f"{RUN} --epochs 14 --eval-every 2 --stop-after 20 --out {run}")
+    assert nnmpi.load(run, best=True).step == 16
+    assert last_words(run).startswith("best epoch 4 with")
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_not_said_to_be_gone(tmp_path, monkeypatch):
+    """A training run has found better weights meanwhile."""
+    save(tmp_path, 2, keep=1)
+    real = checkpoint.read_checkpoint
+
+    def read(folder):
+        if folder.name == "step-00000003" and not (tmp_path / "step-00000007").exists():
+            save(tmp_path, 7, keep=1)
+        return real(folder)
+
+    monkeypatch.setattr(checkpoint, "read_checkpoint", read)
+    assert load_best(tmp_path).values["step"] == 7
+
+
+def test_what_is_called_latest_and_is_the_users_stays(tmp_path):
+    def work(group):
+        model = nnmpi.models.mlp((4,), 3).initialize(seed=0)
+        nnmpi.save(tmp_path, (model, nnmpi.optim.Adam(model.storage), group))
+
+    (tmp_path / "latest").symlink_to("run-7")
+    with pytest.raises(NnmpiError, match="latest is not of nnmpi"):
+        simulate(work, 2)
+    assert (tmp_path / "latest").is_symlink() and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "latest").unlink()
+    simulate(work, 2)
+    assert (tmp_path / "latest").read_text() == "step-00000000\n"
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(finished, tmp_path / "run")
+    Path("calls.py").write_text('def typo(record):\n    return "Stop"\n')
+    logs = ("console.txt", "starts.jsonl")
+    before = {name: content for name, content in read_tree(run).items() if name not in logs}
+    end = (run / "finished.json").stat()
+    with pytest.raises(NnmpiError, match="Stop"):
+        train(f"--resume {run} --epochs 12 --lr 0.7 --log-every 1 --callback calls.py:typo")
+    after = {name: content for name, content in read_tree(run).items() if name not in logs}
+    assert after == before
+    now = (run / "finished.json").stat()
+    assert (now.st_ino, now.st_mtime_ns) == (end.st_ino, end.st_mtime_ns)
