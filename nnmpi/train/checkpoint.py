@@ -21,9 +21,9 @@ run's newest checkpoint, and only afterwards are older ones removed. So a kill a
 the old state or the new one. There is no second file that could disagree with `latest`: the best
 evaluation is the one that the newest checkpoint's state.json names, as `best_step`.
 
-A second checkpoint of the same step is not even named by another word in `latest`. There the
-renaming decides: the first one gets another name, under which it is found as long as no other has
-its own (see `steps`).
+A second checkpoint of one step has the name of the first, so that `latest` names both. There the
+renaming decides: the first one is renamed, too, and is found by its other name until the second one
+has the step's (see `steps`).
 
 state.json also holds size and SHA-256 of the other two files, and the SHA-256 of its own values:
 damage is found before a weight is used. There is no pickle, which could execute code.

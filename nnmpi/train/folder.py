@@ -87,6 +87,7 @@ class RunFolder:
         self._made_folders: list[Path] = []
         self._made_files: list[Path] = []
         self._before: dict[Path, bytes] = {}
+        self._has_lock_file = True  # from a start before
         self._has_reopened = False
         self._linked_before: str | None = None  # where runs/latest led to, if this start moved it
         self._has_linked = False
@@ -177,8 +178,7 @@ class RunFolder:
                     item.mkdir()
                     self._made_folders.append(item)
             sync_folder(self.path.parent)
-            if not self.lock.exists():
-                self._made_files.append(self.lock)
+            self._has_lock_file = self.lock.exists()
 
     def claim(self) -> None:
         """Check again that a new run may be written here, which is now locked.
@@ -190,6 +190,7 @@ class RunFolder:
         """
         self.check_free()
         self._made_files += [self.config, self.metrics, self.console, self.starts, self.tokenizer]
+        self._made_files += [self.trace, *([] if self._has_lock_file else [self.lock])]
         self._made_folders.append(self.checkpoints)  # removed if it is empty
 
     def remember(self) -> None:
@@ -231,7 +232,7 @@ class RunFolder:
             )
 
     def create(self, options: Mapping[str, Any]) -> None:
-        """Write config.json; create the folder if it is missing.
+        """Write config.json.
 
         Args:
             options: of the run, as `flatten` returns them.
@@ -239,7 +240,6 @@ class RunFolder:
         Raises:
             UsageError: when it cannot be written.
         """
-        self.make()
         with self._explain_errors():
             write_json(self.config, {**options, "resume": None})
 

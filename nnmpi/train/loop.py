@@ -520,7 +520,7 @@ def begin(
         if state.step >= run.extent.stop:
             notices = [*notices, _how_to_continue(run)]
 
-        newest = candidates(folder.checkpoints)[:1]  # on rank 0
+        newest = candidates(folder.checkpoints)[:1] if group.is_root else []
 
         def open_folder() -> None:
             if resuming:

@@ -14,6 +14,7 @@ GROWTH = "hundreds of steps, to see memory grow"
 PAGES_WRITTEN = "writes pages, as scripts/docs does"
 MORE_PRECISIONS = "more precisions, like those that ran"
 MORE_CASES = "more cases of a test of many, a quarter of which ran"
+MORE_FAULTS = "faults in more operations of the disk, like those that ran"
 MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
 

@@ -29,6 +29,7 @@ from nnmpi.train.checkpoint import (
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FAULTS, at_each_operation, read_tree
+from tests.harness.slow import MORE_FAULTS
 from tests.harness.survival import fast_folder, quick_trainings
 
 pytestmark = [
@@ -36,6 +37,7 @@ pytestmark = [
     # A rank that is killed while it opens a file leaves it open, as a process does that ends so.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.timeout(600),
 ]
 
 
@@ -89,7 +91,7 @@ def judge_words(folder, error, done):
         assert "is complete" in text and step in left
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=[pytest.mark.slow(MORE_FAULTS)])])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_newest_and_best_checkpoint_are_those_of_one_moment(fault, keep, place):
     done = [0]  # how many are written
@@ -174,7 +176,7 @@ def undisturbed(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "first, stride", [(11, 43), pytest.param(1, 3, marks=[pytest.mark.slow("each operation")])]
+    "first, stride", [(11, 43), pytest.param(1, 3, marks=[pytest.mark.slow(MORE_FAULTS)])]
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_best_weights_are_those_that_a_run_says(fault, first, stride, undisturbed, place):
@@ -215,7 +217,9 @@ def put_mine(folder):
         (folder / name).write_text(f"mine: {name}\n")
 
 
-@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize(
+    "exists", [True, pytest.param(False, marks=[pytest.mark.slow(MORE_FAULTS)])]
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_start_that_fails_leaves_a_run_or_nothing_and_what_is_not_its_own(fault, exists, place):
     def prepare(folder):

@@ -25,6 +25,7 @@ from tests.harness.refusals import refuses, usage_error
 def test_the_resolved_configuration_lies_in_the_folder(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b")
     folder.check_free()
+    folder.make()
     folder.create(flatten(Config()))
     assert assemble(json.loads(folder.config.read_text())) == Config()
     assert [item.name for item in folder.path.iterdir()] == ["config.json"]
@@ -43,7 +44,7 @@ def test_what_is_no_folder_is_refused(tmp_path):
     usage_error("is a file", lambda: RunFolder(file).check_free())
     usage_error(
         r"cannot be written \(Not a directory\)",
-        lambda: RunFolder(file / "below").create(flatten(Config())),
+        lambda: RunFolder(file / "below").make(),
     )
 
 
