@@ -335,6 +335,7 @@ def at_each_operation(place, fault, work, check, prepare=lambda folder: None, nu
             ended = error
         if disk.operations < number:
             assert ended is None, ended
+            shutil.rmtree(folder)
             break
         try:
             check(folder, ended)
