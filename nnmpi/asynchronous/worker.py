@@ -399,7 +399,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         expect("nnmpi.AsynchronousWorker(model, optimizer, group, sync)", (sync, Sync))
         if not sync.asynchronous:
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
-        if numerics.ema:
+        if optimizer.ema:
             raise UsageError(
                 f"an average of the weights (ema) needs ranks in step, not {name_of(sync.sync)};"
                 " leave it out"

@@ -1,10 +1,11 @@
 """What an optimizer updates, and all that a strategy tells it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import UsageError
 from nnmpi.base.settled import Settled
 
 _TOLD = frozenset(("unsummed", "spent", "updated"))
@@ -37,6 +38,9 @@ class Storage(Settled):
         spent: whether the last update has used the gradients.
         extra_slots: state of the strategy: arrays of the buffers' shapes, by name, which are saved
             and loaded with the optimizer's.
+        shown: what stands in `data` in place of the weights, an optimizer's average of them; None
+            if the weights do. See `Optimizer.averaged`, the only place that sets it.
+        averaging: the optimizers that keep an average of the values.
     """
 
     data: list[Array]
@@ -50,6 +54,8 @@ class Storage(Settled):
     replicas: Any = None
     state_store: Any = None
     extra_slots: Mapping[str, list[Array]] = MappingProxyType({})
+    shown: Any = None
+    averaging: Collection[Any] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _TOLD:  # several times in each step: the check of a name takes 2 us
@@ -64,6 +70,24 @@ class Storage(Settled):
 
     def check_tree(self) -> None:
         """Refuse to be trained if the model has changed since."""
+
+    def check_weights(self, what: str) -> None:
+        """Refuse what reads or changes the weights while their average is in their place.
+
+        Args:
+            what: the beginning of the sentence, such as "an update".
+
+        Raises:
+            UsageError: within `averaged()`.
+        """
+        if self.shown is not None:
+            raise UsageError(
+                f"{what} needs the weights, in whose place their average is now; leave the block"
+                " `with ...averaged():` before"
+            )
+
+    def meet(self) -> None:
+        """Wait for the ranks that read or write the same `data`; with `data` of one's own, no."""
 
     def zero_grad(self) -> None:
         """Set the gradients to 0."""

@@ -3,7 +3,8 @@
 Checkpoints save them. Each entry has its region of the full array.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nnmpi.backend.array import Array
@@ -13,21 +14,30 @@ from nnmpi.parallel.model_state import ModelState, StateEntry
 from nnmpi.tensor.parameter import FlatStorage
 
 
-def model_state(arrangement: Arrangement) -> ModelState:
-    """Return the parameters and buffers by their full names."""
+def model_state(
+    arrangement: Arrangement, after_set: Callable[[], object] | None = None
+) -> ModelState:
+    """Return the parameters and buffers by their full names.
+
+    Args:
+        after_set: called after values were set; by default averages of the weights begin anew.
+    """
     model = arrangement.model
     storage = model.storage
     parts = _views(storage, storage.data)  # parameters of memory that ranks share are read-only
     rest = ((name, leaf) for name, leaf in model.entries().items() if name not in parts)
     leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
-    return _state(arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])
+    order = [*arrangement.parameters, *arrangement.buffers]
+    return _state(arrangement, {"": leaves}, order, after_set or storage.note_set)
 
 
-def optimizer_state(arrangement: Arrangement, optimizer: Optimizer) -> ModelState:
+def optimizer_state(
+    arrangement: Arrangement, optimizer: Optimizer, after_set: Callable[[], object] = int
+) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     storage = arrangement.model.storage
     slots = {f"{slot}/": _views(storage, flats) for slot, flats in optimizer.slots().items()}
-    return _state(arrangement, slots, arrangement.parameters)
+    return _state(arrangement, slots, arrangement.parameters, after_set)
 
 
 def gradient_state(arrangement: Arrangement) -> ModelState:
@@ -36,8 +46,32 @@ def gradient_state(arrangement: Arrangement) -> ModelState:
     return _state(arrangement, {"": _views(storage, storage.grads)}, arrangement.parameters)
 
 
+def training_state(arrangement: Arrangement, optimizer: Optimizer) -> tuple[ModelState, ModelState]:
+    """Return both states. The optimizer's has the average of the weights, if one is kept.
+
+    So an average that is restored with it stays as it is, in whichever order the two are set.
+    """
+    storage, averages = arrangement.model.storage, list[Optimizer]()
+
+    def note_average() -> None:
+        optimizer.has_average()
+        averages.append(optimizer)
+
+    def note_weights() -> None:
+        if not averages:
+            storage.note_set()
+
+    return (
+        model_state(arrangement, note_weights),
+        optimizer_state(arrangement, optimizer, note_average),
+    )
+
+
 def _state(
-    arrangement: Arrangement, arrays: Mapping[str, Mapping[str, Any]], order: Iterable[str]
+    arrangement: Arrangement,
+    arrays: Mapping[str, Mapping[str, Any]],
+    order: Iterable[str],
+    after_set: Callable[[], object] = int,
 ) -> ModelState:
     """Return the state of arrays given as {prefix: {name of the parameter or buffer: array}}.
 
@@ -51,7 +85,8 @@ def _state(
         for name, array in item.items()
     ]
     names = [start + name for start in arrays for name in order]
-    return ModelState(entries, names, arrangement.mesh.world)
+    refuse = partial(arrangement.model.storage.check_weights, "loading values")
+    return ModelState(entries, names, arrangement.mesh.world, refuse, after_set)
 
 
 def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, named_loss
-from nnmpi.compose.state import model_state, optimizer_state
+from nnmpi.compose.state import training_state
 from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.chain import ModelPart
@@ -147,13 +147,20 @@ class Training:
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the full model's and optimizer's arrays, over all ranks.
 
-        The optimizer's names are "slot/parameter"; for its numbers, see `scalars`.
+        The optimizer's names are "slot/parameter"; for its numbers, see `scalars`. An average of
+        the weights begins anew with weights that are set, unless the optimizer's state is, too.
         """
-        return model_state(self.arrangement), optimizer_state(self.arrangement, self.optimizer)
+        return training_state(self.arrangement, self.optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON besides arrays: the optimizer's class, steps and rate."""
+        """Return a checkpoint's JSON besides arrays: the optimizer's class, steps and rate.
+
+        Raises:
+            UsageError: while an average of the weights, which `state` would return, is in their
+                place.
+        """
         optimizer = self.optimizer
+        self.model.storage.check_weights("a checkpoint")
         kind = type(optimizer).__name__
         return {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}
 
@@ -166,7 +173,9 @@ class Training:
 
         Raises:
             CheckpointError: naming both.
+            UsageError: while an average of the weights is in their place.
         """
+        self.model.storage.check_weights("loading a checkpoint")
         before, now = values.get("kind"), type(self.optimizer).__name__
         if before not in (None, now):
             raise CheckpointError(
@@ -235,8 +244,9 @@ class Trainer(
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
-        if numerics.ema:
-            optimizer.keep_average(numerics.ema)
+        model.storage.check_weights(f"a {type(self).__name__}")
+        optimizer.decide_average(self, numerics.ema)
+        self._ema = optimizer.ema
         self.slow = slow
         self._is_own = arrangement is None  # so `release` frees its groups
         self.arrangement = (
@@ -377,7 +387,7 @@ def check_numerics(trainer: Trainer) -> None:
             f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",
             *trainer.optimizer.rule(not isinstance(model, ModelPart)),
             f"clip {trainer.clip}",
-            f"ema {trainer.optimizer.ema}",
+            f"ema {trainer.optimizer.average}",
         ],
     )
     low_dtype(mode)

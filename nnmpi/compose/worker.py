@@ -15,9 +15,8 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy; `check_pairs` and the forecast of memory do.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
@@ -230,7 +229,11 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
         After ZeRO the storage stays sharded, for another Worker of the same arrangement; for a
         plain copy call `worker.parallel.gather_model()`, too. A second call does nothing.
+
+        Raises:
+            UsageError: within `averaged`.
         """
+        self.model.storage.check_weights("release()")
         self.passes.release()
         super().release()
 
@@ -271,6 +274,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Begin a step: compute its gradients. A device is not waited for."""
         begin = clock.now()
         self.parallel.check_not_released()
+        if self.model.storage.shown is not None:  # a call in each step would cost more
+            self.model.storage.check_weights("a step")
         batch = self._batch_of(batch, y)
         place = last_read() if batch.loop is None else [(batch.loop, batch.number)]
         self.optimizer.check_place(place)
@@ -447,7 +452,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             ranks.rank,
             ranks.size,
             storage.dtype.itemsize,
-            len(self.optimizer.slots()),
+            len(self.optimizer.held_slots()),
             layout.unit_bytes,
             once,
             offloaded=layout.offload_state,
@@ -628,15 +633,21 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 raise failed[0]
         return totals
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """See `Trainer.averaged`: weights as `evaluate` uses them, for an export or predictions."""
-        swap = partial(self.parallel.swap_average, self.optimizer) if self.optimizer.ema else bool
-        swap()
-        try:
-            yield
-        finally:
-            swap()
+    def averaged(self) -> AbstractContextManager[None]:
+        """See `Trainer.averaged`: weights as `evaluate` uses them, for an export or predictions.
+
+        Raises:
+            UsageError: when another Worker of this optimizer has ended the average since.
+        """
+        optimizer = self.optimizer
+        if optimizer.is_decided_by_another(self) and optimizer.ema != self._ema:
+            raise UsageError(
+                f"this Worker was made with {as_ema(self._ema)}, and a later one of its optimizer"
+                f" with {as_ema(optimizer.ema)}; go on with that one, or make a new one"
+            )
+        if optimizer.ema and self.arrangement.layout.asynchronous:
+            raise average_refusal(self.arrangement)
+        return self.parallel.averaged(optimizer) if optimizer.ema else _UNCHANGED
 
     def _share_of(self, rows: list[int], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
@@ -708,6 +719,20 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return stack
 
 
+def as_ema(decay: float) -> str:
+    """Return an average of the weights as it was asked for, in words."""
+    return f"an average of the weights by {decay:g}" if decay else "no average of the weights"
+
+
+def average_refusal(arrangement: Arrangement) -> LayoutError:
+    """Return the error for an average of weights that are not all of the same update."""
+    return LayoutError(
+        f"an average of the weights (ema) cannot be combined with"
+        f" {as_given(arrangement.layout, 'pipeline')}, whose stages update at times of their own;"
+        " leave one of them out"
+    )
+
+
 def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """Refuse incompatible options, and a model other than the arrangement's.
 
@@ -717,11 +742,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     model, mesh = worker.model, worker.arrangement.mesh.sizes
     layout = worker.arrangement.layout
     if layout.asynchronous and worker.optimizer.ema:
-        raise LayoutError(
-            f"an average of the weights (ema) cannot be combined with"
-            f" {as_given(layout, 'pipeline')}, whose stages update at times of their own; leave one"
-            " of them out"
-        )
+        raise average_refusal(worker.arrangement)
     is_out = model.storage.state_store is not None
     check_layout(layout, mesh, worker.options, worker.precision, worker.clip, is_out)
     if layout.asynchronous and not worker.arrangement.is_pipeline:

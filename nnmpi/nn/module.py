@@ -402,9 +402,12 @@ class Module(Settled):
 
         Raises:
             UsageError: for another dtype; for a module or parameter in a dictionary or a nested
-                list.
+                list; while an average of the weights is in their place.
         """
         self._refuse_hidden()
+        for held in {item.version.storage() for item in self.parameters() if item.version}:
+            if held is not None:
+                held.check_weights("drawing initial values")
         if dtype not in ("float32", "float64", np.float32, np.float64):
             raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
         backend = backend or numpy_backend()
@@ -571,6 +574,8 @@ class Module(Settled):
         found = {getattr(entry, "version", None) for entry in entries.values()}
         versions = [version for version in found if version is not None]
         for version in versions:
+            version.storage().check_weights("loading a state")
+        for version in versions:
             version.meet()  # ranks that share these values may still read them
         spans = {
             id(span.parameter): (version.storage(), span)
@@ -584,6 +589,8 @@ class Module(Settled):
             else:
                 entry._data[...] = namespace(entry._data).asarray(state[name])
         for version in versions:
+            ours, loaded = version.storage(), set(map(id, entries.values()))
+            ours.note_set([span for span in ours.spans if id(span.parameter) in loaded])
             version.count += 1
             version.meet()
 

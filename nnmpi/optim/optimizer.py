@@ -23,12 +23,13 @@ from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias
+from weakref import WeakSet, ref
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import active, call, refuse
+from nnmpi.backend.recording import active, call, refuse, refuse_inside
 from nnmpi.backend.storage import Storage
 from nnmpi.backend.trace import is_printable
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, is_own, number
@@ -117,6 +118,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     _guard: Array | None = None
     run_id: str | None = None
     _ema = 0.0
+    _average_is_due = False  # whether the average is still to begin with the weights as they are
+    _average_for: Callable[[], object] | None = None  # the trainer that decided whether to keep it
     _places: Collection[Place] = ()  # of the loaders of the last update's batches
     _unplaced: int = 0  # updates without a batch that a loop of this thread had opened
     _resumed: At | None = None
@@ -347,6 +350,10 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         self._update_all(number("lr", self.lr), blocks, frozen)
 
     def _update_all(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Part]) -> None:
+        if self.storage.shown is not None:  # a call in each step would cost more
+            self.storage.check_weights("an update")
+        if self._average_is_due:
+            self._begin_average(blocks if isinstance(blocks, tuple) else self._blocks)
         self.steps += 1
         # Blocks span parameters, so a frozen one cannot be excluded. Decay and momentum would move
         # it even without a gradient: save it, and restore it after the update.
@@ -376,32 +383,131 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         """The decay of the weights' average; 0 without one."""
         return self._ema
 
+    @property
+    def average(self) -> str:
+        """The decay of the weights' average, and whether it is still to begin."""
+        return f"{self._ema}{' from now on' if self._average_is_due else ''}"
+
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the weights from now on, a part of the state.
 
-        Update t keeps `min(decay, (t - 1) / (t + 8))` of it, so that the first weights fade early.
-
-        Raises:
-            UsageError: unless 0 <= decay < 1.
-        """
-        self._ema = number(EMA, decay, 1)
-        if EMA not in self._slots:
-            self._slots[EMA] = list(map(self._zeros_like, self.storage.data))
-            for average, data in zip(self._slots[EMA], self.storage.data, strict=True):
-                average[...] = data
-            self.move()
-
-    def swap_average(self, parts: Sequence[slice] | None = None) -> None:
-        """Exchange the weights and their average; a second call undoes it. Collective with ZeRO.
+        It begins with the weights before the next update. Update t keeps `min(decay, (t - 1) /
+        (t + 8))` of it, so that the first weights fade early. Weights that are loaded later, by
+        `load_state` or a checkpoint, begin it anew; values that are written into `parameter.data`
+        are a part of the training, which it follows.
 
         Args:
-            parts: a slice of each buffer; all of it by default.
+            decay: 0 ends it: the state has no average then.
+
+        Raises:
+            UsageError: unless 0 <= decay < 1; for an average that begins when a Worker's ranks
+                share the optimizer's state already; within `averaged`.
         """
+        decay = number(EMA, decay, 1)
+        self.storage.check_weights("an average of the weights that begins or ends")
+        if decay and EMA not in self._slots:
+            if self.storage.node_shared:
+                raise UsageError(
+                    "the ranks of a node share the optimizer's state already, without an average"
+                    " of the weights; call keep_average before the Worker is made, or give it"
+                    " Numerics(ema=...)"
+                )
+            self._slots[EMA] = list(map(self._zeros_like, self.storage.data))
+            self._average_is_due = True
+            self.storage.averaging = WeakSet([*self.storage.averaging, self])
+            self.move()
+        elif not decay and EMA in self._slots:
+            del self._slots[EMA]
+            self._average_is_due = False
+            self.storage.averaging = WeakSet({*self.storage.averaging} - {self})
+            self.move()
+        self._ema, self._average_for = decay, None
+
+    def decide_average(self, trainer: object, decay: float) -> None:
+        """Keep the average that a trainer asks for, and end one that another trainer has asked for.
+
+        An average that the program itself keeps, by `keep_average`, goes on.
+        """
+        if decay or self._average_for is not None:
+            self.keep_average(decay)
+            self._average_for = ref(trainer)
+
+    def is_decided_by_another(self, trainer: object) -> bool:
+        """Return whether a trainer after this one has decided what average is kept."""
+        return self._average_for is not None and self._average_for() is not trainer
+
+    def _begin_average(self, blocks: Iterable[BufferBlock] | None = None) -> None:
+        """Let the average be the weights as they are.
+
+        Args:
+            blocks: of all that this rank updates; by default all arrays.
+        """
+        if blocks is not None and self.elementwise:
+            for block in blocks:
+                block.average[...] = block.data  # type: ignore[index]
+        else:
+            for average, data in zip(self._slots[EMA], self.storage.data, strict=True):
+                average[...] = data
+        self._average_is_due = False
+
+    def begin_average(self, parts: Iterable[Part] | None = None) -> None:
+        """Let the average begin anew, as the weights were set from outside.
+
+        Args:
+            parts: of the weights that were set; all of them by default.
+        """
+        if parts is None:
+            self._average_is_due = EMA in self._slots
+        elif not self._average_is_due:  # else it begins with all weights, at the next update
+            for buffer, part in parts:
+                data = self.storage.data[buffer].reshape(-1)
+                self._slots[EMA][buffer].reshape(-1)[part] = data[part]
+
+    def has_average(self) -> None:
+        """Note that the average was set from outside, with the state: it does not begin anew."""
+        self._average_is_due = False
+
+    @contextmanager
+    def averaged(self, parts: Sequence[slice] | None = None) -> Iterator[None]:
+        """Put the average in the place of the weights within the block. Collective in a Worker or
+        a strategy.
+
+            with optimizer.averaged():
+                weights = model.state()
+
+        The weights are kept beside meanwhile, so that they come back as they were, also after an
+        exception. A block within a block does nothing. What needs the weights is refused: updates,
+        checkpoints, values to load, another Worker of the model.
+
+        Args:
+            parts: the slice of each buffer that this rank updates; all of it by default.
+
+        Raises:
+            UsageError: without an average, or where another optimizer's is in place.
+        """
+        refuse_inside("an average of the weights")
+        if EMA not in self._slots:
+            raise UsageError(
+                "the optimizer keeps no average of the weights; call"
+                " optimizer.keep_average(0.999) before the updates"
+            )
         storage = self.storage
-        parts = parts or [slice(None)] * len(storage.data)
-        for data, average, part in zip(storage.data, self._slots[EMA], parts, strict=True):
-            data[part], average[part] = average[part].copy(), data[part].copy()
-        storage.finish_update()
+        if storage.shown is None:
+            storage.shown = _Shown(self, parts or [slice(None)] * len(storage.data))
+        shown = storage.shown
+        if shown.optimizer is not self:
+            raise UsageError(
+                "the average of another optimizer is in the place of the weights; leave its block"
+                " `with ...averaged():` before"
+            )
+        shown.blocks += 1
+        try:
+            shown.put_average()
+            yield
+        finally:
+            shown.blocks -= 1
+            if not shown.blocks:
+                shown.put_weights()
 
     @property
     def can_guard(self) -> bool:
@@ -435,6 +541,12 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, in the storage's order."""
+        if self._average_is_due:
+            self._begin_average()
+        return self.held_slots()
+
+    def held_slots(self) -> dict[str, list[Array]]:
+        """Return `slots` to be counted or moved: a new average may have no values yet."""
         every = {**self._slots, **self.storage.extra_slots}
         return {name: list(arrays) for name, arrays in every.items()}
 
@@ -443,7 +555,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         """The bytes of the state in memory; 0 if it is offloaded to a store."""
         if self.storage.state_store is not None:
             return 0
-        return sum(array.nbytes for arrays in self.slots().values() for array in arrays)
+        return sum(array.nbytes for arrays in self.held_slots().values() for array in arrays)
 
     def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
         """Follow the storage to its current arrays, of the same shapes and dtypes as before.
@@ -677,6 +789,67 @@ class BufferBlock:
                 f" block.{name}[...] = values"
             )
         object.__setattr__(self, name, value)
+
+
+class _Shown:
+    """An optimizer's average in the place of the weights, which are kept here meanwhile.
+
+    Each step may be interrupted, by Ctrl-C, and done again: what is kept are the weights, and the
+    average never changes.
+
+    Args:
+        optimizer: of the average.
+        parts: see `Optimizer.averaged`.
+
+    Attributes:
+        blocks: the number of blocks that want the average; they need not end in their order.
+    """
+
+    def __init__(self, optimizer: Optimizer, parts: Sequence[slice]) -> None:
+        self.optimizer, self.blocks = optimizer, 0
+        self._parts, self._weights, self._is_whole = parts, list[Array](), False
+
+    def put_average(self) -> None:
+        """Put the average in place, unless it is there."""
+        if self._is_whole:
+            return
+        optimizer, storage = self.optimizer, self.optimizer.storage
+        storage.meet()  # another rank may still read the weights
+        pairs = zip(storage.data, self._parts, strict=True)
+        self._weights = self._weights or [data[part].copy() for data, part in pairs]
+        averages: Sequence[Array] = optimizer._slots[EMA]
+        if not optimizer._average_is_due:  # else it is the weights
+            self._put([average[part] for average, part in zip(averages, self._parts, strict=True)])
+        self._is_whole = True
+        self._publish()
+
+    def put_weights(self) -> None:
+        """Put the weights back."""
+        storage = self.optimizer.storage
+        try:
+            storage.meet()
+        finally:
+            self._is_whole = False
+            try:
+                self._put(self._weights)
+            except BaseException:  # Ctrl-C comes once
+                self._put(self._weights)
+                raise
+            finally:
+                storage.shown = None
+        self._publish()
+
+    def _put(self, values: Sequence[Array]) -> None:
+        """Write values into this rank's parts of the storage."""
+        for data, part, value in zip(
+            self.optimizer.storage.data, self._parts, values, strict=False
+        ):
+            data[part] = value
+
+    def _publish(self) -> None:
+        """Let all ranks see the new values."""
+        self.optimizer.storage.finish_update()
+        self.optimizer.storage.meet()
 
 
 def _average(average: Array, data: Array, keep: float) -> None:

@@ -14,6 +14,7 @@ its statistics over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, NoReturn
@@ -262,9 +263,9 @@ class Replicas(
         scale(self.storage.grads, factor)
         optimizer.apply()
 
-    def swap_average(self, optimizer: Optimizer) -> None:
-        """Exchange the weights and their average. Collective."""
-        optimizer.swap_average()
+    def averaged(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Put the average of the weights in their place. Collective."""
+        return optimizer.averaged()
 
     # ---- passes ----
 
@@ -319,7 +320,11 @@ class Replicas(
         """Detach from the model: remove hooks and statistics, free the communicator. Collective.
 
         A second call does nothing.
+
+        Raises:
+            UsageError: while an average of the weights is in their place.
         """
+        self.storage.check_weights("release()")
         object.__setattr__(self, "released", True)
         self.storage.replicas = self.storage.ranks
         for span in self.storage.spans:

@@ -19,6 +19,7 @@ message of their own.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import sqrt
 
 import numpy as np
@@ -92,7 +93,7 @@ class FusedUpdate:
         check_same_model(group, storage)
         if memory is None:  # not the group's, which may outlive this update
             memory = SharedMemory(group)
-        slots = [array for arrays in optimizer.slots().values() for array in arrays]
+        slots = [array for arrays in optimizer.held_slots().values() for array in arrays]
         try:
             _check(storage, memory)
             numbers, *arrays = memory.common_all(
@@ -162,10 +163,9 @@ class FusedUpdate:
         with self._group.collective("other ranks"):
             self._node.barrier.run()
 
-    def swap_average(self) -> None:
-        """Exchange the parameters and their average, when no rank reads them. Collective."""
-        self.optimizer.swap_average(self._node.owns)
-        self._node.barrier.run()
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the average of the parameters in their place within a block. Collective."""
+        return self.optimizer.averaged(self._node.owns)
 
     def _add(self) -> float:
         """Sum this rank's slices into the node's gradients; return the sum of their squares."""
@@ -188,6 +188,7 @@ class FusedUpdate:
     def release(self) -> None:
         """Give model and optimizer private memory again, and free the shared memory. Collective."""
         storage, memory = self.storage, self.memory
+        storage.check_weights("release()")
         data = [array.copy() for array in storage.data]
         storage.node_shared, storage.version.meet = False, int
         storage.move(data, [np.zeros_like(array) for array in storage.grads])
@@ -233,9 +234,9 @@ class FusedReplicas(Replicas):
         self._fused.update(float(factor))
         self.storage.zero_grad()  # what is left is no gradient
 
-    def swap_average(self, optimizer: Optimizer) -> None:
-        """See `Replicas.swap_average`."""
-        self._fused.swap_average()
+    def averaged(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """See `Replicas.averaged`."""
+        return self._fused.averaged()
 
     def describe(self) -> str:
         """See `Replicas.describe`."""

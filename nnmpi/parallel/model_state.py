@@ -278,6 +278,7 @@ class ModelState:
         entries: this rank's arrays; may be empty.
         order: the names of all arrays of the full model, in order; the same on all ranks.
         group: all ranks of the model and its replicas.
+        before_set, after_set: called on each rank before values are set by `scatter`, and after it.
 
     Example:
         >>> def program(group):
@@ -289,8 +290,16 @@ class ModelState:
         [{'w': [0.0, 1.0, 10.0, 11.0]}, {}]
     """
 
-    def __init__(self, entries: Sequence[StateEntry], order: Sequence[str], group: Group) -> None:
+    def __init__(
+        self,
+        entries: Sequence[StateEntry],
+        order: Sequence[str],
+        group: Group,
+        before_set: Callable[[], object] = int,
+        after_set: Callable[[], object] = int,
+    ) -> None:
         self._entries, self._order, self._group = list(entries), list(order), group
+        self._before_set, self._after_set = before_set, after_set
         self._arrays = {entry.name: entry.array for entry in self._entries}
         self._maps: dict[str, ShardMap] | None = None
 
@@ -355,7 +364,9 @@ class ModelState:
             LayoutError: on all ranks: see `specs`.
             NnmpiError: on all ranks, when reading or writing fails midway; the model's values are
                 then unusable.
+            UsageError: for a model in whose place an average of its weights is now.
         """
+        self._before_set()
         maps, phase, rank = self._shard_maps(), CollectivePhase(self._group), self._group.rank
         self.check(self.specs() if given is None else given, source)
         with rendezvous(self._group) as channel:
@@ -377,6 +388,7 @@ class ModelState:
                     if rank in holders:
                         phase.attempt(_write, self._arrays[name], part)
         phase.agree()
+        self._after_set()
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
         """Return copies of all full arrays by name, on rank 0 or `everywhere`. Collective.

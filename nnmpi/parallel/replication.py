@@ -73,6 +73,7 @@ def check_free(model: Module, group: Group, zero: bool = False) -> None:
     call = "DataParallel or ShardedDataParallel with (model, group)"
     expect(call, (model, Module), (group, Group))
     model.check_stored()
+    model.storage.check_weights("a strategy")
     model.storage.finish_gradients()
     parameters = [span.parameter for span in model.storage.spans]
     if any(item.hook is not None or item.guard is not None for item in parameters):

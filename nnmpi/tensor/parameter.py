@@ -581,6 +581,22 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         """Mark `data` as changed, so that backward passes detect stale values."""
         self.version.count += 1
 
+    def meet(self) -> None:
+        """See `Storage.meet`."""
+        self.version.meet()
+
+    def note_set(self, spans: Iterable[Span] | None = None) -> None:
+        """Let averages of the weights begin anew with values that were set from outside.
+
+        Args:
+            spans: of the parameters that were set; all by default.
+        """
+        parts = None
+        if spans is not None:
+            parts = [(span.buffer, self.trained_slice(span)) for span in spans]
+        for optimizer in self.averaging:
+            optimizer.begin_average(parts)
+
     def frozen(self) -> list[tuple[int, slice]]:
         """Return the spans of parameters that need no gradient, which optimizers skip."""
         return [

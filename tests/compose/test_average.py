@@ -147,6 +147,6 @@ def test_blocks_that_share_an_array_of_gradients_are_averaged_one_by_one():
     for _ in range(2):
         optimizer.update(blocks())
     assert [array.tolist() for array in weights] == [[-2.0] * 3, [-4.0] * 3]
-    optimizer.swap_average()
-    # the second update keeps a tenth of the first one's
-    np.testing.assert_allclose(weights, [[-1.9] * 3, [-3.8] * 3])
+    with optimizer.averaged():  # the second update keeps a tenth of the first one's
+        np.testing.assert_allclose(weights, [[-1.9] * 3, [-3.8] * 3])
+    assert [array.tolist() for array in weights] == [[-2.0] * 3, [-4.0] * 3]
