@@ -518,6 +518,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
 
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
+        self.model.storage.check_tree()
         with use_precision(self.precision):
             given, passes = to_evaluate(batches), self._passes
             sums, check = passes.evaluated, self._check

@@ -169,7 +169,7 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
 
 def is_own(thing: Any) -> bool:
     """Return whether a class or a function is nnmpi's own."""
-    return (thing.__module__ or "").partition(".")[0] == "nnmpi"
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] == "nnmpi"
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
+from nnmpi.nn.chain import ChainLayer, KnownLayers, ModelPart, open_chain, parameters_of
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
@@ -103,6 +103,8 @@ class Arrangement:
         ties: this rank's parameters that other ranks of its pipeline have, too.
         classes: the number of classes if the logits are sharded over tp (a last layer with
             `Sharding.VOCAB`); otherwise 0.
+        known: the layers and values of which the ranks have parts; None for full replicas, whose
+            model may get other layers.
     """
 
     layout: Layout
@@ -117,11 +119,33 @@ class Arrangement:
     costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     classes: int = 0
+    known: KnownLayers | None = None
+
+    def follow(self) -> None:
+        """Refuse a model that is not as it was arranged; see `nn.module.TreeCheck`.
+
+        Raises:
+            UsageError: naming the first difference.
+        """
+        if self.known is not None:
+            self.known.check("arrange and initialize it again, and make a new Worker")
 
     @property
     def elements(self) -> int:
         """The number of elements of the full model's parameters."""
         return sum(self.parameters.values())
+
+    def names_of_parameters(self) -> list[str]:
+        """Return the names of the full model's parameters; of a full replica those of now."""
+        model = self.model
+        return (
+            [name for name, _ in model.named_parameters()] if self.is_plain else [*self.parameters]
+        )
+
+    def names_of_buffers(self) -> list[str]:
+        """Return the names of the full model's buffers; of a full replica those of now."""
+        model = self.model
+        return [name for name, _ in model.named_buffers()] if self.is_plain else [*self.buffers]
 
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
@@ -347,7 +371,8 @@ def arrange(
         segments = _segments(layers, cuts, arrangement, np.dtype(dtype).itemsize)
         arrangement = replace(arrangement, layers=layers, cuts=cuts, segments=segments)
     _check_memory(arrangement, dtype)
-    return arrangement
+    known = None if arrangement.is_plain else KnownLayers(model, arrangement.layers)
+    return replace(arrangement, known=known)
 
 
 def _unsharded(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:

@@ -154,6 +154,8 @@ class Executor:
         synchronous_sends: bool = False,
     ) -> None:
         layout, mesh = arrangement.layout, arrangement.mesh
+        if "storage" in vars(arrangement.model):
+            arrangement.model.storage.check.tell(arrangement)
         self._sequence = arrangement.sequence
         self.world, self.backend, self.replay = mesh.world.comm.world, backend, replay
         self._cuts_classes = arrangement.classes > 0

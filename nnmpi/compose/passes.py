@@ -330,7 +330,7 @@ class BatchPass(Pass):
             span.parameter.grad = span.parameter.buffer
         self._staleness.append(owner.optimizer.steps - self._versions.pop(microbatch))
         owner.optimizer.apply()
-        storage.zero_grad()
+        storage.clear_gradients()
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Pass`."""
@@ -401,7 +401,6 @@ class Passes:
         self.watch = ModelWatch(model, arrangement, trainer.group.is_root)  # one warns for all
         self._limit = ActivationLimit(arrangement, model, backend)
         self._in_segments = bool(arrangement.stages)
-        self.observes = self._limit.fits or bool(self.watch.buffers)
         self.updates_per_microbatch = arrangement.layout.asynchronous
         self.slow = NOT_SLOW if exchange is None else trainer.slow
         strangers = [name_of(loss) for loss in self.losses if not is_own_loss(loss)]
@@ -422,9 +421,15 @@ class Passes:
         self.classes = 0
         self.is_alone = backend.is_device and trainer.group.size == 1 and not self._in_segments
         self.numbers = arrangement.numbers
+        model.storage.check.tell(self)
         if backend.is_device and model.storage.data:
             layers = {type(module).__name__ for _, module in model.named_modules()}
             compile_for(backend.xp, layers, model.storage.dtype, trainer.precision)
+
+    def follow(self) -> None:
+        """Watch the buffers that the model has now; see `nn.module.TreeCheck`."""
+        self.watch.list_buffers()
+        self.observes = self._limit.fits or bool(self.watch.buffers)
 
     # ---- for the trainer ----
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, StateEntry
-from nnmpi.tensor.parameter import FlatStorage
 
 
 def model_state(
@@ -24,10 +24,10 @@ def model_state(
     """
     model = arrangement.model
     storage = model.storage
-    parts = _views(storage, storage.data)  # parameters of memory that ranks share are read-only
+    parts = _views(model, storage.data)  # parameters of memory that ranks share are read-only
     rest = ((name, leaf) for name, leaf in model.entries().items() if name not in parts)
     leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
-    order = [*arrangement.parameters, *arrangement.buffers]
+    order = [*arrangement.names_of_parameters(), *arrangement.names_of_buffers()]
     return _state(arrangement, {"": leaves}, order, after_set or storage.note_set)
 
 
@@ -35,15 +35,15 @@ def optimizer_state(
     arrangement: Arrangement, optimizer: Optimizer, after_set: Callable[[], object] = int
 ) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
-    storage = arrangement.model.storage
-    slots = {f"{slot}/": _views(storage, flats) for slot, flats in optimizer.slots().items()}
-    return _state(arrangement, slots, arrangement.parameters, after_set)
+    model = arrangement.model
+    slots = {f"{slot}/": _views(model, flats) for slot, flats in optimizer.slots().items()}
+    return _state(arrangement, slots, arrangement.names_of_parameters(), after_set)
 
 
 def gradient_state(arrangement: Arrangement) -> ModelState:
     """Return the gradients of the last step, by their parameters' full names."""
-    storage = arrangement.model.storage
-    return _state(arrangement, {"": _views(storage, storage.grads)}, arrangement.parameters)
+    model, names = arrangement.model, arrangement.names_of_parameters()
+    return _state(arrangement, {"": _views(model, model.storage.grads)}, names)
 
 
 def training_state(arrangement: Arrangement, optimizer: Optimizer) -> tuple[ModelState, ModelState]:
@@ -78,6 +78,7 @@ def _state(
     Args:
         order: the full model's names, in the order of its definition.
     """
+    arrangement.model.storage.check_tree()
     leaves = arrangement.model.entries()
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes_here(leaves[name]))
@@ -89,6 +90,11 @@ def _state(
     return ModelState(entries, names, arrangement.mesh.world, refuse, after_set)
 
 
-def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:
-    """Return each parameter's view of flat arrays that have the storage's layout, by name."""
-    return {span.parameter.name: storage.view(span, flats) for span in storage.spans}
+def _views(model: Module, flats: Sequence[Array]) -> dict[str, Any]:
+    """Return each parameter's view of flat arrays that have the storage's layout, by name.
+
+    The names are the model's now: a layer may have been put before others since.
+    """
+    storage = model.storage
+    spans = {span.parameter: span for span in storage.spans}
+    return {name: storage.view(spans[item], flats) for name, item in model.named_parameters()}

@@ -38,11 +38,17 @@ class ModelWatch:
     def __init__(self, model: Module, arrangement: Arrangement, looks: bool) -> None:
         self._model, self.looks = model, looks
         layout, self.buffers = arrangement.layout, list[tuple[str, Buffer]]()
-        if arrangement.mesh.replicas.size > 1 or layout.activation_memory is not None:
+        self._is_fixed = layout.fixed
+        self._is_needed = arrangement.mesh.replicas.size > 1 or layout.activation_memory is not None
+
+    def list_buffers(self) -> None:
+        """List the buffers that the model has now."""
+        if self._is_needed:
             self.buffers = [
                 (f"{path}.{item}".strip("."), buffer)
-                for path, module in model.named_modules()
-                if not is_own(type(module)) and (layout.fixed or not hasattr(module, "all_reduce"))
+                for path, module in self._model.named_modules()
+                if not is_own(type(module))
+                and (self._is_fixed or not hasattr(module, "all_reduce"))
                 for item, buffer in vars(module).items()
                 if isinstance(buffer, Buffer)
             ]

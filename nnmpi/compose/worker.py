@@ -612,6 +612,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
+        self.model.storage.check_tree()
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
         rows, failed = list[int](), list[NnmpiError]()

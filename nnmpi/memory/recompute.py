@@ -51,7 +51,7 @@ from nnmpi.memory.plan import (
     price_plan,
 )
 from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
-from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
+from nnmpi.nn.chain import ChainLayer, KnownLayers, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, repeatable
 from nnmpi.tensor.function import Function, Grads, grad_enabled
@@ -226,9 +226,15 @@ class RecomputedModel(Settled, fixed="model budget store"):
         self.model, self.budget, self.store = model, budget, store
         self._backend, self._group = backend or numpy_backend(), group
         self._layers: tuple[Module, ...] = ()
+        self._known: KnownLayers | None = None
         self._size, self._adds = 0, False
         self.plan: Plan = ()
         self.bandwidth = inf
+
+    def follow(self) -> None:
+        """Refuse a model that is not as it was measured; see `nn.module.TreeCheck`."""
+        if self._known is not None:
+            self._known.check("make a new RecomputedModel, or a new Worker")
 
     @property
     def price(self) -> PlanPrice:
@@ -272,6 +278,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         """
         x = x if isinstance(x, Tensor) else Tensor(self._backend.asarray(x))
         head = _identity if head is None else head
+        self.model.storage.check_tree()
         if not grad_enabled() or current().observe is not None:
             return head(self.model(x))
         refuse_inside("recomputation")
@@ -312,6 +319,8 @@ class RecomputedModel(Settled, fixed="model budget store"):
             ]
             # from rank 0: a rank without samples cannot tell its layers apart
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
+        self._known = KnownLayers(self.model, chain)
+        self.model.storage.check.tell(self)
         measured = [
             Measured(
                 _name(chain[run.start]),

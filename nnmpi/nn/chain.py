@@ -15,8 +15,11 @@ Parameters keep their names in the full model.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
+from types import MethodType
 from typing import Any, TypeAlias
 
+from nnmpi.base.errors import UsageError, is_own
 from nnmpi.nn.container import (
     Pop,
     Residual,
@@ -76,6 +79,67 @@ def open_chain(model: Module) -> tuple[ChainLayer, ...]:
     return layers
 
 
+class KnownLayers:
+    """A model's layers, parameters and buffers when it was divided, which those who divide it keep.
+
+    Args:
+        model: the full model.
+        layers: its chain; empty if it was not cut, and its layers may be others later.
+    """
+
+    def __init__(self, model: Module, layers: Sequence[ChainLayer] = ()) -> None:
+        self._model, self._layers, self._leaves = model, tuple(layers), model.entries()
+
+    def check(self, remedy: str) -> None:
+        """Refuse the model if it has changed since.
+
+        Args:
+            remedy: the end of the sentence.
+
+        Raises:
+            UsageError: naming the first difference.
+        """
+        change = self._changed_layer() or self._changed_leaf()
+        if change:
+            raise UsageError(
+                f"the model has changed since it was divided: {change}, so its parts would not be"
+                f" the model's; {remedy}"
+            )
+
+    def _changed_layer(self) -> str:
+        """Return in words which layer is another; empty if all are as they were."""
+        if not self._layers:
+            return ""
+        for before, now in zip_longest(self._layers, open_chain(self._model)):
+            if before is None:
+                return f"{_named(now)} is new"
+            if now is None:
+                return f"{_named(before)} is gone"
+            if _outline(before) != _outline(now):
+                names = _named(before), _named(now)
+                return f"{names[0]} is {'another one' if len({*names}) == 1 else f'now {names[1]}'}"
+        return ""
+
+    def _changed_leaf(self) -> str:
+        """Return in words which parameter or buffer is another; empty if all are as they were."""
+        now = self._model.entries()
+        for name in {**self._leaves, **now}:
+            if self._leaves.get(name) is not now.get(name):
+                how = "is new" if name not in self._leaves else "is another one or gone"
+                return f"{name} {how}"
+        return ""
+
+
+def _outline(layer: ChainLayer) -> tuple[Any, ...]:
+    return layer.name, layer.members, layer.stashes, layer.pops
+
+
+def _named(layer: ChainLayer) -> str:
+    """Return a layer in words, for the sentence of a change."""
+    kinds = " and ".join(type(module).__name__ for _, module in layer.members)
+    return f"layer {layer.name or 'of the model'}{f' ({kinds})' if kinds else ''}"
+
+
 def parameters_of(layers: Iterable[ChainLayer]) -> list[Parameter]:
     """Return the parameters of some layers, each once, in order."""
     return list(
@@ -98,7 +162,9 @@ def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
 
 def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
-    if type(module) is Sequential:
+    if _has_own_forward(module):
+        yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
+    elif type(module) is Sequential:
         names = iter([inside + name for name, _ in module.children()])
         for run in runs(module.layers):
             members = tuple((next(names), item) for item in run)
@@ -125,6 +191,17 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
         yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
 
 
+def _has_own_forward(module: Module) -> bool:
+    """Return whether a module computes by a function that was written to it, not by its class.
+
+    That of a strategy, a method, calls the module's layers.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and not isinstance(forward.__self__, Module):
+        return not is_own(forward)
+    return forward is not None
+
+
 def _stash_layer(path: str, name: str) -> ChainLayer:
     def run(x: Any, stashed: Stashed) -> Any:
         stash(stashed, name, x)
@@ -139,7 +216,7 @@ def _pop_layer(
     return ChainLayer(path, lambda x, stashed: join(x, fetch(stashed, name)), members, pops=name)
 
 
-class ModelPart(Module):
+class ModelPart(Module, fixed="layers"):
     """Consecutive layers of a chain as a model; parameters keep their names in the full model.
 
     Args:
@@ -154,9 +231,13 @@ class ModelPart(Module):
     """
 
     def __init__(self, model: Module, layers: Sequence[ChainLayer]) -> None:
-        self.layers = tuple(layers)
+        self.layers, self._model = tuple(layers), model
         self._full = list(model.named_parameters())
         self._names = {parameter: name for name, parameter in self._full}
+
+    def watched(self) -> Iterator[Module]:
+        """Yield the full model's modules: in a list of one of them a layer may be replaced."""
+        return self._model.watched()
 
     def children(self) -> NamedModules:
         """Yield the layers' modules with their full names, once per layer that calls them."""
@@ -165,8 +246,8 @@ class ModelPart(Module):
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters by their full names, including those shared with other parts."""
-        for _, parameter in super().named_parameters():
-            yield self._names[parameter], parameter
+        for name, parameter in super().named_parameters():
+            yield self._names.get(parameter, name), parameter  # a new one is refused by its name
 
     def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the full model's parameters. See `Module.full_parameters`."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 from types import FunctionType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 from weakref import ref
 from zlib import crc32
 
@@ -77,11 +77,20 @@ class _Draws(dict[str, Array]):
         return self._backend.asarray(np.asarray(drawn, self.dtype))
 
 
-class _Check:
-    """Compares a model with its storage; without a cycle, so that both are freed at once.
+class Follower(Protocol):
+    """Somebody who keeps parts of a model: it takes the change of the tree over, or refuses it."""
+
+    def follow(self) -> None:
+        """Look at the model, which may have changed."""
+
+
+class TreeCheck:
+    """Compares a model with its storage, and lets those look who keep parts of the model.
 
     Only if some tree may have changed since the last look, so a step may call it: a module or a
     parameter was made or assigned, a module's setting was, or a list of this tree has other items.
+    This is the only place that notices a change. It keeps nobody alive, so that a model and its
+    storage are freed at once.
 
     Attributes:
         looks: how often it has looked.
@@ -91,27 +100,40 @@ class _Check:
         self._model, self._trees, self.looks = ref(model), -1, 0
         self._lists, self._known = list[list[Any]](), list[list[Any]]()
         self._others = list[tuple[list[Any], list[int]]]()
+        self._followers = list[ref[Follower]]()
+
+    def tell(self, follower: Follower) -> None:
+        """Let somebody look now, and after each change."""
+        if all(known() is not follower for known in self._followers):
+            alive = [known for known in self._followers if known() is not None]
+            self._followers = [*alive, ref(follower)]
+        follower.follow()
 
     def __call__(self) -> None:
         # lists of modules are compared by their items' identity at once; parameters define ==
         if (
             self._trees == Parameter.trees
             and self._lists == self._known
-            and all([*map(id, items)] == known for items, known in self._others)
+            and (not self._others or all([*map(id, x)] == known for x, known in self._others))
         ):
             return
         self.looks += 1
         model, trees = self._model(), Parameter.trees
         if model is not None:
             model.check_stored()
-            values = (value for _, part in model.named_modules() for value in vars(part).values())
+            model.name_modules()  # a new module's name keys its dropout
+            for known in self._followers:
+                follower = known()
+                if follower is not None:
+                    follower.follow()
+            values = (value for part in model.watched() for value in vars(part).values())
             lists = [value for value in values if isinstance(value, list)]
             self._lists = [items for items in lists if _only_modules(items)]
             self._known, self._trees = [[*items] for items in self._lists], trees
             self._others = [
                 (items, [*map(id, items)])
                 for items in lists
-                if _is_tree(items) and not _only_modules(items)
+                if _may_hold_modules(items) and not _only_modules(items)
             ]
 
 
@@ -245,7 +267,7 @@ class Module(Settled):
                     "a model's storage holds its own parameters; call model.initialize(seed=0)"
                     " to make one"
                 )
-            held[name], value.check = value, _Check(self)
+            held[name], value.check = value, TreeCheck(self)
             return
         if name in ("sharding", "units") and "storage" in held:
             raise UsageError(
@@ -262,12 +284,17 @@ class Module(Settled):
             raise UsageError(
                 f"{name} is a parameter; write its values by {name}.data[...] = values"
             )
-        if _is_tree(value) or (name[0] != "_" and isinstance(value, SETTINGS)):
+        is_setting = name[0] != "_" and isinstance(value, SETTINGS)
+        if is_setting or _is_tree(value) or _is_tree(held.get(name)):
             Parameter.trees += 1
         if isinstance(value, STRUCTURE) and name not in self._read_once:
             object.__setattr__(self, name, value)  # a part of the tree may have a new name
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        Parameter.trees += 1
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take a copy's attributes; its storage checks the copy."""
@@ -338,6 +365,10 @@ class Module(Settled):
         yield prefix, self
         for name, child in self.children():
             yield from child.named_modules(f"{prefix}.{name}".strip("."), (*above, self))
+
+    def watched(self) -> Iterator[Module]:
+        """Yield the modules whose attributes decide what this one computes."""
+        return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters with full names in definition order; shared ones once, by first name."""
@@ -497,7 +528,8 @@ class Module(Settled):
     def name_modules(self) -> None:
         """Set the full names of this module and its descendants; `initialize` calls this."""
         for path, module in self.named_modules():
-            module.path = path
+            if module.path != path:
+                object.__setattr__(module, "path", path)  # which is no change of the tree
 
     def check_stored(self) -> None:
         """Refuse parameters that are not in the model's storage: they would not be trained.
@@ -667,6 +699,11 @@ PARTS = (Module, Parameter)
 def _only_modules(items: list[Any]) -> bool:
     """Return whether a list holds modules alone; an empty one may get some."""
     return all(isinstance(item, Module) for item in items)
+
+
+def _may_hold_modules(items: list[Any]) -> bool:
+    """Return whether a list holds a module or parameter, or has the place for one."""
+    return any(item is None or isinstance(item, PARTS) for item in items)
 
 
 def _is_tree(value: Any) -> bool:

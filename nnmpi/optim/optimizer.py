@@ -79,20 +79,21 @@ class _Followed:
     def __get__(self, optimizer: Any, owner: type[Any]) -> Any:
         if optimizer is None:
             return self
-        self._refuse()
+        if active() is not None:  # else no text is made, and nothing called: each update asks often
+            self._refuse()
         return vars(optimizer)[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        self._refuse()
+        if active() is not None:
+            self._refuse()
         vars(optimizer)[self._name] = value
 
     def _refuse(self) -> None:
-        if active() is not None:  # else no text is made: each update asks six times
-            refuse(
-                f"optimizer.{self._name}",
-                "use it outside of the step, such as in `with nn.training(step=optimizer.steps):`"
-                " around the call",
-            )
+        refuse(
+            f"optimizer.{self._name}",
+            "use it outside of the step, such as in `with nn.training(step=optimizer.steps):`"
+            " around the call",
+        )
 
 
 class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
@@ -228,6 +229,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             )
         if self.steps == 0:
             self._warn_alone()
+        self.storage.check_tree()
         self.storage.finish_gradients()
         if self.storage.moves != self._moves:
             self.move()

@@ -120,6 +120,24 @@ class Replicas(
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
                     module.all_reduce = StatisticsSum(group)
+        if self.storage.check is not None:
+            self.storage.check.tell(self)
+
+    def follow(self) -> None:
+        """Refuse a new layer whose statistics are no sums over the ranks; see `TreeCheck`.
+
+        Raises:
+            UsageError: naming it. In a loop of one's own it may have computed already.
+        """
+        if self.released or self.group.size == 1 or not self.shares_batches:
+            return
+        for name, module in self.model.named_modules():
+            if getattr(module, "all_reduce", self) is None:
+                raise UsageError(
+                    f"{name} ({type(module).__name__}) is new in the model, and its statistics are"
+                    " not summed over the ranks; call release() and make a new DataParallel or"
+                    " Worker"
+                )
 
     def __call__(self, *_: object) -> NoReturn:
         raise UsageError("a strategy computes nothing; call its model, as before")
@@ -272,6 +290,7 @@ class Replicas(
     def begin_pass(self, last: bool) -> None:
         """Begin a pass; refuse it if its gradients would be added to another step's."""
         self.check_not_released()
+        self.storage.check_tree()
         if self._now.summed and self.storage.has_gradients:
             raise UsageError(
                 "the gradients of the last step are still there, summed over the ranks; call"
@@ -347,11 +366,10 @@ class Replicas(
         """Refuse to continue after `release`, when each rank would use its own gradients.
 
         Raises:
-            UsageError: after `release`; for a model that got other parameters.
+            UsageError: after `release`.
         """
         if self.released:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
-        self.storage.check_tree()
 
 
 class DataParallel(Replicas, fixed="exchange"):

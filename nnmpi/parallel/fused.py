@@ -232,7 +232,7 @@ class FusedReplicas(Replicas):
     def update(self, optimizer: Optimizer, factor: float | Array) -> None:
         """See `Replicas.update`."""
         self._fused.update(float(factor))
-        self.storage.zero_grad()  # what is left is no gradient
+        self.storage.clear_gradients()  # what is left is no gradient
 
     def averaged(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """See `Replicas.averaged`."""

@@ -347,13 +347,14 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             the same on all ranks. None without one, or if `has_tail` is False.
         keeps_parts: whether gradients are there of which each rank keeps a part alone.
         is_stage: whether these are the parameters of some stages of a pipeline.
-        check: refuses a model with other parameters than these; None without a model.
+        check: refuses a model with other parameters than these, and lets those look at a change
+            who keep parts of the model (see `nn.module.TreeCheck`); None without a model.
     """
 
     seed, is_stage, keeps_parts = 0, False, False
     has_tail = True
     ranks: Any = None
-    check: Callable[[], None] | None = None
+    check: Any = None
 
     def __init__(
         self,
@@ -531,8 +532,16 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             self.check()
 
     def zero_grad(self) -> None:
-        """Clear all gradients: the next backward pass overwrites them."""
+        """Clear all gradients: the next backward pass overwrites them. A Worker's pass begins here.
+
+        Raises:
+            UsageError: for a model that is no longer the one that is trained, see `check_tree`.
+        """
         self.check_tree()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Clear all gradients, at another time than the beginning of a pass."""
         call(self._clear_grads, writes=())
         recorder = active()
         if recorder is not None:
@@ -555,7 +564,6 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         call(self._finish)
 
     def _finish(self) -> None:
-        self.check_tree()
         self.check_places()
         for parameter, _, buffer in self._views:
             if parameter._grad is not buffer:

@@ -16,7 +16,7 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import CommError, NnmpiError, UsageError, counted
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.nn.chain import ModelPart, Stashed, open_chain, run_layers
+from nnmpi.nn.chain import KnownLayers, ModelPart, Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import Replicas
@@ -93,7 +93,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     keeps_own = keeps_equal = False
     storage: ShardedStorage
-    _looks = -1
+    _known: KnownLayers | None = None  # those of the units, if passes go from unit to unit
     _numbers: Sequence[float] = (0,) * TAIL  # of the witness of this pass
 
     def __init__(
@@ -132,6 +132,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         self._gathers = self.stage > 1 and (runs_backward or not isinstance(model, ModelPart))
         if self._gathers:
             model.forward = self._forward  # type: ignore[method-assign]
+        if self._in_units:
+            layers = [layer for unit in self.storage.units for layer in unit.layers]
+            is_chain = bool(layers) and layers[0].module is not model
+            self._known = KnownLayers(model, layers if is_chain else ())
         if self._in_units and group.size > 1:
             self.storage.transport.hide()
             for span in self.storage.spans:
@@ -141,10 +145,17 @@ class ShardedDataParallel(Replicas, fixed="stage"):
     def _start_equal(self) -> None:
         broadcast_state(self.model, self.group, parameters=self.storage.is_whole)
 
+    def follow(self) -> None:
+        """Refuse a model that is not as it was cut into units; see `Replicas.follow`."""
+        super().follow()
+        if self._known is not None and not self.released:
+            self._known.check("call gather_model() and make a new ShardedDataParallel")
+
     # ---- forward ----
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute the model, each unit with its parameters gathered meanwhile."""
+        self.storage.check_tree()
         if self.storage.in_program:
             return self._forward_model(*inputs, **named)
         refuse_inside("a model that ranks shard")
@@ -181,15 +192,6 @@ class ShardedDataParallel(Replicas, fixed="stage"):
                 "the backward pass before this one ended in an exception halfway; release this"
                 " ShardedDataParallel and make a new one"
             )
-        if self._in_units and self._looks != self.storage.looks:
-            self._looks = self.storage.looks
-            cut = [layer for unit in self.storage.units for layer in unit.layers]
-            now = [layer.members for layer in open_chain(self.model)]
-            if cut[0].module is not self.model and [layer.members for layer in cut] != now:
-                raise UsageError(
-                    "the model has other layers than those that ZeRO has cut into units; call"
-                    " gather_model() and make a new ShardedDataParallel"
-                )
         self._begin_units()
 
     def _begin_units(self) -> None:
@@ -314,7 +316,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         if self._gathers:
             del self.model.forward
         if not self.storage.is_whole:
-            self.model.forward = _refuse  # type: ignore[method-assign]
+            self.model.forward = self._refuse  # type: ignore[method-assign]
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UsageError(NO_GATHER)
 
 
 def _rebuild(
@@ -325,7 +330,3 @@ def _rebuild(
     xp = namespace(old.data[0]) if old.data else np
     parameters = {span.parameter.name: span.parameter for span in old.spans}
     return make(parameters, values, xp.zeros, lambda name, _: labels[name])
-
-
-def _refuse(*_: Any) -> NoReturn:
-    raise UsageError(NO_GATHER)
