@@ -431,6 +431,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def run_segment(self, segment: TrainingSegment) -> SegmentReport:
         """See `Trainer.run_segment`."""
         group, coupling = self.group, self.coupling
+        self.note_source(segment.loader.source)
         with group.collective("begin"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting
             check_same_model(group, self.model)
@@ -520,11 +521,15 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         """See `Trainer.evaluate`."""
         self.model.storage.check_tree()
         with use_precision(self.precision):
-            given, passes = to_evaluate(batches), self._passes
+            given, passes = map(self._checked, to_evaluate(batches)), self._passes
             sums, check = passes.evaluated, self._check
             return evaluate_all(
                 self.group, given, lambda batch: passes.evaluate(batch).counts, sums, check
             )
+
+    def _checked(self, batch: Batch) -> Batch:
+        self.check_source(batch.source)
+        return batch
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

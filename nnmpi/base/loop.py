@@ -77,9 +77,18 @@ class Origin(Protocol):
 
     Attributes:
         world: into how many parts each batch is cut.
+        name: of the data.
     """
 
     world: int
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+
+    @property
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """What the numbers of the batches stand for, see `data.names`."""
 
     @property
     def of_epochs(self) -> Mapping[str, Any]:

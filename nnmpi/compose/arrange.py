@@ -43,7 +43,7 @@ from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ChainLayer, KnownLayers, ModelPart, open_chain, parameters_of
 from nnmpi.nn.mode import training
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Buffer, Module, dtype_of_values
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
 from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.experts import share_experts
@@ -295,7 +295,7 @@ def arrange(
     group: Group,
     layout: Layout,
     sample: Array | None = None,
-    dtype: str = "float32",
+    dtype: Any = None,
     backend: Backend | None = None,
 ) -> Arrangement:
     """Arrange a model on a group's ranks. Collective.
@@ -306,9 +306,11 @@ def arrange(
         model: built, not initialized, the same on all ranks.
         sample: a microbatch's input, or an array like it, for split "auto" and sharding by image
             rows.
-        dtype: of the parameters.
+        dtype: of the parameters, "float32" or "float64", with which `initialize` then draws them.
+            By default `initialize` decides, and bytes are counted as of float32.
 
     Raises:
+        UsageError: on all ranks, for another dtype.
         LayoutError: on all ranks, when the layout does not fit the world or the model; it names one
             that does.
         DeviceError: on all ranks, when a rank's part is larger than the limit.
@@ -332,10 +334,17 @@ def arrange(
     backend = numpy_backend() if backend is None else backend
     local = "offload", "memory_limit"  # a rank's own folder and memory
     options = [f"{name} {value}" for name, value in vars(layout).items() if name not in local]
+    options.append(f"dtype {dtype}")
     require_same_options(group, options)
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
     with agreed(group):
+        given, dtype = dtype, "float32" if dtype is None else dtype_of_values(dtype)
+        if given is not None and "storage" in vars(model) and model.storage.dtype != dtype:
+            raise UsageError(
+                f"the model has values of {model.storage.dtype}, and arrange got dtype {dtype!r};"
+                " leave that out, or build the model again"
+            )
         if isinstance(model, ModelPart) or any(
             parameter.rank_local or parameter.region is not None for parameter in model.parameters()
         ):
@@ -371,6 +380,7 @@ def arrange(
         segments = _segments(layers, cuts, arrangement, np.dtype(dtype).itemsize)
         arrangement = replace(arrangement, layers=layers, cuts=cuts, segments=segments)
     _check_memory(arrangement, dtype)
+    vars(arrangement.model)["_arranged_dtype"] = None if given is None else dtype
     known = None if arrangement.is_plain else KnownLayers(model, arrangement.layers)
     return replace(arrangement, known=known)
 

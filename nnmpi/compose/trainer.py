@@ -30,6 +30,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import CheckpointError, UsageError, asks_to_stop, expect
+from nnmpi.base.loop import Origin
 from nnmpi.base.settled import Settled
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
@@ -39,6 +40,7 @@ from nnmpi.compose.losses import SumLoss, check_loss, named_loss
 from nnmpi.compose.state import training_state
 from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.names import Names, agree
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -143,6 +145,8 @@ class Training:
     optimizer: Optimizer
     group: Group
     arrangement: Arrangement
+    _names: Names = field(init=False, default_factory=dict)  # of the data that it was trained on
+    _source: Origin | None = field(init=False, default=None)  # of the last batches, whose are these
 
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the full model's and optimizer's arrays, over all ranks.
@@ -162,7 +166,8 @@ class Training:
         optimizer = self.optimizer
         self.model.storage.check_weights("a checkpoint")
         kind = type(optimizer).__name__
-        return {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}
+        numbers = {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}
+        return numbers | ({"names": self._names} if self._names else {})
 
     def check_scalars(self, values: Mapping[str, Any], source: object) -> None:
         """Refuse another optimizer's state, also if its arrays have the same names.
@@ -187,6 +192,7 @@ class Training:
         """Restore the result of `scalars`, of this or another kind of trainer."""
         self.optimizer.steps = index(values["steps"])
         self.optimizer.lr = values.get("lr", self.optimizer.lr)
+        self._names, self._source = values.get("names", {}), None
 
 
 class Trainer(
@@ -248,6 +254,7 @@ class Trainer(
         optimizer.decide_average(self, numerics.ema)
         self._ema = optimizer.ema
         self.slow = slow
+        self._names, self._source = {}, None
         self._is_own = arrangement is None  # so `release` frees its groups
         self.arrangement = (
             replicate(model, group, self.backend) if arrangement is None else arrangement
@@ -307,6 +314,27 @@ class Trainer(
 
         batches = range(first, stop)
         return self.run_segment(TrainingSegment(loader, epoch, batches, step, lr, note, poll))
+
+    def note_source(self, source: Origin | None) -> None:
+        """Keep the names of data to train on; refuse others than before, see `data.names`.
+
+        Args:
+            source: of the batches; None for arrays, whose numbers have no names.
+
+        Raises:
+            DataError: for other classes, columns or tokens.
+        """
+        if source is not None and source is not self._source:
+            self._names, self._source = agree(self._names, source.names, source.name), source
+
+    def check_source(self, source: Origin | None) -> None:
+        """Refuse data to evaluate whose names are others than those of the training's.
+
+        Raises:
+            DataError: as `note_source`.
+        """
+        if source is not None and source is not self._source:
+            agree(self._names, source.names, source.name)
 
     @abstractmethod
     def run_segment(self, segment: TrainingSegment) -> SegmentReport:

@@ -64,6 +64,7 @@ from nnmpi.compose.trainer import (
 )
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
+from nnmpi.data.names import agree, of_table
 from nnmpi.data.sampler import Cut
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
@@ -276,7 +277,11 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self.parallel.check_not_released()
         if self.model.storage.shown is not None:  # a call in each step would cost more
             self.model.storage.check_weights("a step")
+        if hasattr(batch, "columns"):
+            self._names = agree(self._names, of_table(batch), "the table")
         batch = self._batch_of(batch, y)
+        if batch.source is not self._source:
+            self.note_source(batch.source)
         place = last_read() if batch.loop is None else [(batch.loop, batch.number)]
         self.optimizer.check_place(place)
         if lr is not None:
@@ -653,10 +658,13 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def _share_of(self, rows: list[int], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
         # a pair of an iterable, or of another library's loader
+        if isinstance(item, tuple | list) and hasattr(item[0], "columns"):
+            agree(self._names, of_table(item[0]), "the table")
         batch, checksum = self.arrangement.local(
             self._batch_of(*item) if isinstance(item, tuple | list) else item
         )
         rows += checksum
+        self.check_source(batch.source)
         return batch
 
     def scalars(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape, asarray, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.base.errors import DataError, UsageError, check_int, shortened
+from nnmpi.data.names import CLASSES, COLUMNS, Names
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
@@ -193,6 +194,11 @@ class Samples(ABC):
         """A hash of the samples, which a checkpoint compares on resume."""
 
     @property
+    def names(self) -> Names:
+        """What the numbers of samples and labels stand for; nothing if that is unknown."""
+        return {}
+
+    @property
     def is_tokens(self) -> bool:
         """Whether samples are tokens: indices of an embedding, not quantities."""
         return True
@@ -352,6 +358,13 @@ class Dataset(Samples):
             f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype},"
             f" {self.describe_targets()})"
         )
+
+    @property
+    def names(self) -> Names:
+        """The names of classes, and of a table's features, with what was subtracted from them."""
+        offsets = {rule.name: rule.offset for rule in self.encoding if getattr(rule, "offset", 0)}
+        columns = [f"{x} - {offsets[x]:g}" if x in offsets else x for x in self.columns]
+        return {CLASSES: self.class_names, COLUMNS: columns}
 
     @property
     def sample_shape(self) -> Shape:

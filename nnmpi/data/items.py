@@ -29,6 +29,7 @@ from nnmpi.data.dataset import (
     judge_classes,
     read_array,
 )
+from nnmpi.data.names import CLASSES, Names
 from nnmpi.data.tables import NO_LABEL
 
 # what a generator raises a RuntimeError for: a loop would take it for the end of the data
@@ -131,6 +132,12 @@ class Items(Settled, Samples, fixed="name classes"):
 
     def __len__(self) -> int:
         return len(self._source)
+
+    @property
+    def names(self) -> Names:
+        """The source's `classes`, as of a folder of images, if these are texts."""
+        classes = [*getattr(self._source, "classes", ())]
+        return {CLASSES: classes if all(isinstance(name, str) for name in classes) else []}
 
     @cached_property
     def _first(self) -> Dataset:

@@ -39,6 +39,7 @@ from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
 from nnmpi.data.items import USED_UP, as_samples
+from nnmpi.data.names import Names, agree
 from nnmpi.data.sampler import (
     Cut,
     by_length,
@@ -209,6 +210,16 @@ class Order:
         self.of_epochs = {name: self._settings[name] for name in names[:3]}
         self.of_epochs["samples"] = len(loader.dataset)
 
+    @property
+    def names(self) -> Names:
+        """What the numbers in the batches stand for, see `data.names`."""
+        return self._dataset.names
+
+    @property
+    def name(self) -> str:
+        """The data set's."""
+        return self._dataset.name
+
     def texts(self) -> list[str]:
         """See `loop.Origin.texts`."""
         values = vars(self._dataset).values()
@@ -378,8 +389,8 @@ class Loader(Settled, fixed="group"):
         is_lost = batch and source and source.of_epochs != self._source.of_epochs
         return (epoch + 1, 0) if is_lost else at
 
-    def state(self) -> dict[str, int]:
-        """Return the place of the training for a checkpoint, as JSON values.
+    def state(self) -> dict[str, Any]:
+        """Return the training's place, and the data's names, for a checkpoint, as JSON values.
 
         Raises:
             UsageError: if the program holds the arrays of several batches, so that the batch of the
@@ -394,14 +405,16 @@ class Loader(Settled, fixed="group"):
             )
         epoch, batch = self.place
         at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
-        return at | self._source.of_epochs
+        return {**at, **self._source.of_epochs, "names": agree({}, self._source.names, "")}
 
-    def load(self, state: Mapping[str, int]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
 
         Raises:
             UsageError: for a place within an epoch whose batches were others.
+            DataError: for data whose classes or columns have other names.
         """
+        agree(state.get("names", {}), self._source.names, self.dataset.name)
         for name, now in self._source.of_epochs.items():
             before = state.get(name, now)
             if state["batch"] and before != now:

@@ -56,6 +56,7 @@ from nnmpi.base.files import (
 )
 from nnmpi.base.settled import Settled
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
+from nnmpi.data.names import TOKENIZER, Names
 from nnmpi.data.tables import read_cells
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
@@ -291,6 +292,11 @@ class Text(Settled, Samples, fixed="name sentences tokenizer classes context"):
 
     def __len__(self) -> int:
         return len(self._firsts)
+
+    @property
+    def names(self) -> Names:
+        """The tokenizer, by a hash of its tokens."""
+        return {TOKENIZER: [f"{self.tokenizer.name} {self.tokenizer.identity[:8]}"]}
 
     @property
     def sample_shape(self) -> Shape:

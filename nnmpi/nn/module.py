@@ -413,7 +413,7 @@ class Module(Settled):
     def initialize(
         self,
         seed: int = 0,
-        dtype: Any = "float32",
+        dtype: Any = None,
         backend: Backend | None = None,
         group: Callable[[str, Parameter], str] | None = None,
         allocate: Allocate | None = None,
@@ -425,22 +425,27 @@ class Module(Settled):
         float64: every rank and every layout gets the same ones.
 
         Args:
-            dtype: "float32" or "float64".
+            dtype: "float32" or "float64"; by default that which `nnmpi.arrange` got, or float32.
             backend: the arrays' library and device; NumPy by default.
             group: (full name, parameter) -> optimizer group; "default" for all by default.
             allocate: (elements, dtype) -> a 1-D array of zeros to use as storage.
             storage: constructs the storage, with the arguments of `FlatStorage`.
 
         Raises:
-            UsageError: for another dtype; for a module or parameter in a dictionary or a nested
-                list; while an average of the weights is in their place.
+            UsageError: for another dtype, also than `arrange` got; for a module or parameter in a
+                dictionary or a nested list; while an average of the weights is in their place.
         """
         self._refuse_hidden()
         for held in {item.version.storage() for item in self.parameters() if item.version}:
             if held is not None:
                 held.check_weights("drawing initial values")
-        if dtype not in ("float32", "float64", np.float32, np.float64):
-            raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
+        arranged = vars(self).get("_arranged_dtype")
+        dtype = dtype_of_values(arranged or "float32" if dtype is None else dtype)
+        if dtype != (arranged or dtype):
+            raise UsageError(
+                f"the model was arranged for {arranged}, by which its layers were cut and its bytes"
+                f" counted; give arrange(..., dtype={dtype!r}) too, or leave out one of the two"
+            )
         backend = backend or numpy_backend()
         self.name_modules()
         parameters = dict(self.named_parameters())
@@ -694,6 +699,17 @@ class Module(Settled):
 SETTINGS = (bool, float, int, str, FunctionType, type(None))  # what `Module.settings` shows
 STRUCTURE = (Module, Parameter, Buffer, list, tuple, dict)
 PARTS = (Module, Parameter)
+
+
+def dtype_of_values(dtype: Any) -> str:
+    """Return the name of a dtype that parameters may have.
+
+    Raises:
+        UsageError: for another one.
+    """
+    if dtype not in ("float32", "float64", np.float32, np.float64):
+        raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
+    return np.dtype(dtype).name
 
 
 def _only_modules(items: list[Any]) -> bool:

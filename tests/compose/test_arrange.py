@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi import GradientExchange, Layout, Tensor, arrange, models, nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError
@@ -318,3 +319,38 @@ def test_what_makes_no_sense_is_refused(options, sentence):
 @pytest.mark.parametrize("wrong", ["rign", ["ring", "rign"]])
 def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong):
     usage_error("allreduce is .*rign.*; it must be one of auto, native", GradientExchange, wrong)
+
+
+@pytest.mark.parametrize(
+    "layout, ranks", [({}, 1), ({"tp": 2}, 2), ({"pp": 2, "split": [3, 5]}, 2), ({"zero": 3}, 2)]
+)
+def test_the_dtype_of_an_arrangement_is_that_of_its_values_or_refused(layout, ranks):
+    def program(group, given, wanted):
+        where = arrange(deep(), group, Layout(**layout), SAMPLE, **given)
+        where.model.initialize(seed=0, storage=where.storage, **wanted)
+        return str(where.model.storage.dtype)
+
+    double, single = {"dtype": np.float64}, {"dtype": "float32"}
+    for given, wanted, right in (
+        ({}, {}, "float32"),
+        (double, {}, "float64"),
+        ({}, double, "float64"),
+        (double, double, "float64"),
+        ({"dtype": None}, single, "float32"),
+    ):
+        assert nnmpi.simulate(lambda g, a=given, b=wanted: program(g, a, b), ranks)[0] == right
+    for given, wanted, sentence in (
+        (double, single, r"arranged for float64, .* arrange\(\.\.\., dtype='float32'\)"),
+        (single, double, "arranged for float32"),
+        ({"dtype": "float16"}, {}, "dtype 'float16' is not supported"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            nnmpi.simulate(lambda g, a=given, b=wanted: program(g, a, b), ranks)
+
+
+def test_values_of_another_dtype_than_the_arrangement_is_given_are_refused():
+    def program(group):
+        return arrange(deep().initialize(dtype="float64"), group, Layout(), dtype="float32")
+
+    with pytest.raises(UsageError, match="has values of float64, and arrange got dtype 'float32'"):
+        nnmpi.simulate(program, 2)
