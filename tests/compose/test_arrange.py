@@ -322,7 +322,7 @@ def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong):
 
 
 @pytest.mark.parametrize(
-    "layout, ranks", [({}, 1), ({"tp": 2}, 2), ({"pp": 2, "split": [3, 5]}, 2), ({"zero": 3}, 2)]
+    "layout, ranks", [({}, 1), ({"tp": 2}, 2), ({"pp": 2, "split": [7, 7]}, 2), ({"zero": 3}, 2)]
 )
 def test_the_dtype_of_an_arrangement_is_that_of_its_values_or_refused(layout, ranks):
     def program(group, given, wanted):
