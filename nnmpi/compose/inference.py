@@ -106,7 +106,8 @@ class Inference:
             x: (rows, *sample_shape), at least one row, the same on all ranks of the replica.
         """
         arrangement, shape, length = self._arrangement, x.shape, 0
-        arrangement.model.storage.check_tree()
+        if "storage" in vars(arrangement.model):
+            arrangement.model.storage.check_tree()
         if arrangement.sequence is not None:
             length, x = x.shape[1], arrangement.sequence.take(x)
         batch = self._backend.asarray(x)

@@ -278,7 +278,9 @@ class RecomputedModel(Settled, fixed="model budget store"):
         """
         x = x if isinstance(x, Tensor) else Tensor(self._backend.asarray(x))
         head = _identity if head is None else head
-        self.model.storage.check_tree()
+        storage = vars(self.model).get("storage")  # none without parameters, maybe
+        if storage is not None:
+            storage.check_tree()
         if not grad_enabled() or current().observe is not None:
             return head(self.model(x))
         refuse_inside("recomputation")
@@ -320,7 +322,8 @@ class RecomputedModel(Settled, fixed="model budget store"):
             # from rank 0: a rank without samples cannot tell its layers apart
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         self._known = KnownLayers(self.model, chain)
-        self.model.storage.check.tell(self)
+        if "storage" in vars(self.model):
+            self.model.storage.check.tell(self)
         measured = [
             Measured(
                 _name(chain[run.start]),
