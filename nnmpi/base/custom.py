@@ -1,4 +1,4 @@
-"""User code by name on the command line: FILE.py:NAME or package.module:NAME; or FILE.xml.
+"""User code by name on the command line: FILE.py:NAME or package.module:NAME.
 
 Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
 also takes such a name. In the library, pass the function itself.
@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError, raised_as
-from nnmpi.base.wings import offered
-
-PROGRAM = ".xml"  # a collective as MSCCL writes it
-
-
-def is_program(name: str) -> bool:
-    """Return whether a name is that of a collective's file."""
-    return name.endswith(PROGRAM)
 
 
 class Custom(str):
-    """FILE.py:NAME, package.module:NAME or FILE.xml, as the value of an option, taken apart once.
+    """FILE.py:NAME or package.module:NAME, as the value of an option, taken apart once.
 
     Attributes:
         source: the file or module, before the last colon.
@@ -44,12 +36,12 @@ class Custom(str):
 
     def __new__(cls, name: str) -> "Custom":
         """Return the name; raise if it is not of this form."""
-        source, _, function = (name, "", "program") if is_program(name) else name.rpartition(":")
+        source, _, function = name.rpartition(":")
         if not (source and function.isidentifier()):
             raise ValueError(name)
         self = super().__new__(cls, name)
         self.source, self.function = source, function
-        self.file = Path(source) if source.endswith((".py", PROGRAM)) else None
+        self.file = Path(source) if source.endswith(".py") else None
         parts = source.split(".")
         self.is_own = (
             self.file is None and parts[0] == "nnmpi" and all(map(str.isidentifier, parts))
@@ -105,8 +97,6 @@ def load_custom(name: Any, option: str, signature: str) -> Any:
     if custom is None:
         return name
     source, function, given = custom.source, custom.function, f"{option} {name}"
-    if is_program(source):
-        return offered("read_program")(custom.file)
     folder = str(custom.file.resolve().parent) if custom.file else sys.path[0]
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as for `python FILE.py`: it may import what lies beside it

@@ -28,7 +28,6 @@ OFFERS = {
     "exercise": "teaching.exercise",
     "foresee_layout": "lab.planner.auto_layout:foresee",
     "find_launcher": "lab.launching:find_launcher",
-    "read_program": "lab.msccl:read_program",
     "to_onnx": "lab.onnx.export:to_onnx",
 }
 

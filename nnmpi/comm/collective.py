@@ -10,8 +10,6 @@ over when both transfers are; then the next one begins.
         chunk 0 ----> rank 1
         chunk 3 <---- rank 3, added to this rank's chunk 3
 
-Without partners a step moves chunks within the rank: `send` to `recv`, or adds them there.
-
 The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated
 (`comm.duration`) and drawn. An algorithm that sent messages itself would need a
 second text for each of these, and the picture or the proof could differ from the run.
@@ -41,12 +39,10 @@ class Step:
         from_: the sender of the chunks `recv`; None when nothing is received.
         recv: chunk numbers, in the order of travel.
         reduce: True adds the arriving chunks to this rank's; False replaces them.
-        into: the numbers of `send` at the receiver, if they differ.
-        place: what to call the step in errors, such as "thread block 0, step 3"; its number if "".
 
     Raises:
-        ScheduleError: for a partner without chunks, chunks without a partner (unless they are
-            moved within the rank), or a chunk named twice.
+        ScheduleError: for a partner without chunks, chunks without a partner, or a chunk named
+            twice.
     """
 
     to: int | None = None
@@ -54,8 +50,6 @@ class Step:
     from_: int | None = None
     recv: Chunks = ()
     reduce: bool = False
-    into: Chunks = ()
-    place: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a malformed step; take NumPy's integers and arrays as Python's."""
@@ -71,7 +65,7 @@ class Step:
                     f"{name} has {partner!r} and {given!r}; give one rank, and a list of chunks"
                 ) from None
             object.__setattr__(self, name, chunks)
-            if (partner is None) != (not chunks) and not self.is_local:
+            if (partner is None) != (not chunks):
                 raise ScheduleError(
                     f"a step needs a partner and chunks together, but {name} has {partner} and"
                     f" {chunks}"
@@ -81,11 +75,6 @@ class Step:
                     f"a step names a chunk twice in {name}={chunks}; each chunk may travel once"
                     " per step"
                 )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it moves chunks within the rank."""
-        return self.to is None and self.from_ is None and 0 < len(self.send) == len(self.recv)
 
 
 Steps: TypeAlias = tuple[Step, ...]
@@ -158,10 +147,7 @@ class Contract:
         ends: the parts afterwards; None for a chunk that may hold anything.
         most: the most contributions of one rank to a chunk.
         chunks: N ranks -> number of chunks.
-        inputs: how many chunks of a rank are told apart: its contributions have a digit each.
         parts: N ranks -> how many chunks make up one rank's buffer.
-        result: in a collective with chunks of its own for input, output and scratch, the number of
-            the result's first; None if all work in the buffer.
     """
 
     name: str
@@ -169,9 +155,7 @@ class Contract:
     ends: Parts
     most: int = 1
     chunks: Callable[[int], int] = int
-    inputs: int = 1
     parts: Callable[[int], int] = int
-    result: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +166,11 @@ class Collective(Drawn):
         name: such as "ring".
         contract: what it promises.
         phases: algorithms, run one after the other.
-        ranks: the only number of ranks that it is for; None for any.
     """
 
     name: str
     contract: Contract
     phases: tuple[Algorithm, ...]
-    ranks: int | None = None
 
     def __call__(self, rank: int, size: int) -> Steps:
         """Return the steps of this rank; none for a single one.

@@ -41,7 +41,6 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     ROOT,
     Chunks,
-    Contract,
     Step,
     runs,
 )
@@ -259,12 +258,7 @@ class Execution(Stages):
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
-            if step.is_local:
-                landing = list(_slices(step.send, array, chunks))
-                if not step.reduce:
-                    pairs = zip(targets, landing, strict=True)
-                    stages += [partial(xp.copyto, *pair) for pair in pairs]
-            elif step.reduce:  # arrivals lie one after another in scratch
+            if step.reduce:  # arrivals lie one after another in scratch
                 stops = accumulate(target.size for target in targets)
                 landing = [
                     scratch[stop - target.size : stop]
@@ -291,18 +285,6 @@ class Execution(Stages):
                     partial(xp.add, *pair, pair[0]) for pair in zip(targets, landing, strict=True)
                 ]
         super().__init__(stages, f"the collective with tag {tag}")
-
-
-def in_room(
-    steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int, contract: Contract
-) -> Stages:
-    """Return an all-reduce by steps over chunks of its own (see `Contract.result`)."""
-    count, result = contract.chunks(comm.size), contract.result or 0
-    length = -(-array.size // contract.parts(comm.size))
-    room = namespace(array).zeros(count * length, array.dtype)
-    begin, end = (room[at * length :][: array.size] for at in (0, result))
-    inner = Execution(steps, room, comm, tag, count)
-    return Stages([partial(_copy, array, begin), inner, partial(_copy, end, array)])
 
 
 def _check(array: CommBuffer) -> list[PendingStage]:

@@ -53,7 +53,7 @@ from nnmpi.comm.collective import (
     Collective,
     Step,
 )
-from nnmpi.comm.execution import Execution, NativeExecution, Pending, in_room, staged, widened
+from nnmpi.comm.execution import Execution, NativeExecution, Pending, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.node import SharedMemory
@@ -231,10 +231,7 @@ class Group(Communicator):
             if isinstance(algorithm, str)
             else self._proved(collective)
         )
-        contract = collective.contract
-        if contract.result is not None:
-            return in_room(steps, array, self.comm, tag, contract)
-        return Execution(steps, array, self.comm, tag, contract.parts(self.size))
+        return Execution(steps, array, self.comm, tag, collective.contract.parts(self.size))
 
     @property
     def machine(self) -> Machine | None:

@@ -17,7 +17,7 @@ sum, but not the rank whose contribution is missing or doubled.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -332,7 +332,7 @@ class PartialSums(Engine):
         self.contract, self.size = contract, size
         # with the room added, the top bit of a digit is set if it is more than `contract.most`
         top = 1 << DIGIT_BITS - 1
-        ones = all_parts(size * contract.inputs)
+        ones = all_parts(size)
         self._room, self._tops = (ones * item for item in (top - 1 - contract.most, top))
         self.sent: list[ProvedMessage] = []
         chunks = range(contract.chunks(size))
@@ -347,12 +347,18 @@ class PartialSums(Engine):
     ) -> tuple[int, int]:
         """Carry a message if its chunks are those that the receiver expects."""
         into = self.states[receiver].step
-        if tuple(step.into or step.send) != tuple(into.recv):
+        if tuple(step.send) != tuple(into.recv):
             raise ScheduleError(
-                f"{self._name(sender)} sends chunks {list(step.into or step.send)} to"
+                f"{self._name(sender)} sends chunks {list(step.send)} to"
                 f" {self._name(receiver)}, which expects chunks {list(into.recv)}"
             )
-        parts = self._read(sender, step, f"sends chunk {{}} to rank {receiver}")
+        parts = tuple(self.held[sender][chunk] for chunk in step.send)
+        for chunk, held in zip(step.send, parts, strict=True):
+            if not held:
+                raise ScheduleError(
+                    f"{self._name(sender)} sends chunk {chunk} to rank {receiver} before it has"
+                    " any data"
+                )
         clock = ready[0] + 1, ready[1] + len(step.send)
         message = ProvedMessage(sender, receiver, step.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
@@ -365,11 +371,6 @@ class PartialSums(Engine):
 
     def add(self, rank: int, step: Step, over: tuple[int, int]) -> tuple[int, int]:
         """Store the arrivals when both messages of the step are complete."""
-        if step.is_local:
-            for chunk, parts in zip(
-                step.recv, self._read(rank, step, "reads chunk {}"), strict=True
-            ):
-                self._store(rank, step, chunk, parts)
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
             torn = sorted(set(step.send) & set(step.recv))
@@ -382,20 +383,13 @@ class PartialSums(Engine):
             message.after = tuple(map(partial(self._store, rank, step), step.recv, everything))
         return over
 
-    def _read(self, rank: int, step: Step, what: str) -> tuple[int, ...]:
-        parts = tuple(self.held[rank][chunk] for chunk in step.send)
-        if 0 in parts:
-            empty = step.send[parts.index(0)]
-            raise ScheduleError(f"{self._name(rank)} {what.format(empty)} before it has any data")
-        return parts
-
     def _store(self, rank: int, step: Step, chunk: int, parts: int) -> int:
         if step.reduce and not self.held[rank][chunk]:
             raise ScheduleError(f"{self._adds(rank, step, chunk)}, but has no data in it yet")
         total = self.held[rank][chunk] + parts if step.reduce else parts
         if total + self._room & self._tops:
             most = self.contract.most
-            often = _ranks(self.contract, self.size, lambda digit: count(total, digit) > most)
+            often = [other for other in range(self.size) if count(total, other) > most]
             times = "twice" if most == 1 else f"more than {most} times"
             raise ScheduleError(
                 f"{self._adds(rank, step, chunk)} and counts {name_ranks(often)} {times}"
@@ -411,18 +405,12 @@ class PartialSums(Engine):
                 expected = self.contract.ends(rank, chunk, self.size)
                 if expected is not None and parts != expected:
                     last = self.written[rank].get(chunk)
-                    steps = self.states[rank].steps
-                    when = (
-                        "never written"
-                        if last is None
-                        else f"last written in {steps[last].place or f'step {last}'}"
-                    )
-                    difference = _difference(parts, expected, self.contract, self.size)
+                    when = "never written" if last is None else f"last written in step {last}"
+                    difference = _difference(parts, expected, self.size)
                     raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
 
     def _adds(self, rank: int, step: Step, chunk: int) -> str:
-        source = "of its own" if step.is_local else f"from rank {step.from_}"
-        return f"{self._name(rank)} adds chunk {chunk} {source}"
+        return f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
 
     def _name(self, rank: int) -> str:
         return named_step(rank, self.states[rank])
@@ -430,21 +418,15 @@ class PartialSums(Engine):
 
 def named_step(rank: int, state: RankState) -> str:
     """Return a rank's current step as text."""
-    return f"rank {rank}, {state.step.place or f'step {state.at}'}"
+    return f"rank {rank}, step {state.at}"
 
 
-def _ranks(contract: Contract, size: int, which: Callable[[int], bool]) -> list[int]:
-    """Return the ranks of some digits of the parts."""
-    digits = filter(which, range(size * contract.inputs))
-    return sorted({digit // contract.inputs for digit in digits})
-
-
-def _difference(parts: int, expected: int, contract: Contract, size: int) -> str:
+def _difference(parts: int, expected: int, size: int) -> str:
     """Return the missing or superfluous ranks as text."""
-    missing = _ranks(contract, size, lambda digit: count(parts, digit) < count(expected, digit))
+    missing = [rank for rank in range(size) if count(parts, rank) < count(expected, rank)]
     if missing:
         return f"without the part of {name_ranks(missing)}"
-    often = _ranks(contract, size, lambda digit: count(parts, digit) > count(expected, digit))
+    often = [rank for rank in range(size) if count(parts, rank) > count(expected, rank)]
     return f"with the part of {name_ranks(often)} too often"
 
 

@@ -5,7 +5,6 @@
     planner/     the fastest layout: profile, network, price, and the race of --layout auto
     measure      makes the fit of a machine
     onnx/        models as ONNX files
-    msccl, osu   collectives as MSCCL's XML; measurements by OSU's programs and nccl-tests
     render/      collectives and schedules as text and pictures; what notebooks show
     pages/       interactive pages
 

@@ -4,14 +4,9 @@ nnmpi comm list --ranks 16 --bytes 64k
 nnmpi comm render ring --ranks 4
 nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
 nnmpi comm prove halving-doubling --ranks 17
-nnmpi comm prove program.xml                 # of MSCCL; so render, simulate
-nnmpi comm export ring --ranks 8 --format msccl --out ring.xml
-nnmpi comm export ring --ranks 8 --bytes 64MiB --format goal --out ring.goal
-nnmpi comm simulate ring.goal                # of GOAL, LogGOPSim's; so render
 nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
 nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
 mpirun -n 4 nnmpi comm fit --svg fit.svg
-nnmpi comm fit --ranks 8 --from osu.txt      # measured by OSU's programs, or nccl-tests
 """
 
 import os
@@ -19,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from nnmpi.base.command import (
     MOST,
@@ -32,8 +26,8 @@ from nnmpi.base.command import (
     say,
     split_command,
 )
-from nnmpi.base.custom import is_program, load_custom
-from nnmpi.base.errors import UsageError, counted, name_ranks, raised_as
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import UsageError, name_ranks, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -52,19 +46,15 @@ from nnmpi.comm.fit import (
 )
 from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.mpi.start import start
-from nnmpi.comm.prove import prove, proved_steps
+from nnmpi.comm.prove import prove
 from nnmpi.comm.saved_fit import facts
-from nnmpi.lab.goal import ENDING, GoalText, makespan, read_goal, save
-from nnmpi.lab.goal import picture as picture_program
-from nnmpi.lab.measure import measure, measure_adding, measure_sums
-from nnmpi.lab.msccl import write_program
-from nnmpi.lab.osu import fit_of, read_tables
+from nnmpi.lab.measure import measure, measure_sums
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.collectives import compare, draw_fit, picture, render
 
 PROGRAM = "nnmpi comm"
 DEFAULT_RANKS = 4
-ADDING_S, SUMS_S = 2.0, 12.0
+SUMS_S = 12.0
 LEAST_BYTES = 1024  # of the all-reduces whose prediction is judged
 
 
@@ -90,17 +80,7 @@ class CommConfig:
     svg: Path | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
     out: Path | None = None
-    """File of the fit (default: one for these ranks in the user's cache), or of what is exported
-    (default: it is printed).
-    """
-    format: Literal["msccl", "goal"] = "msccl"
-    """Format of an exported collective: MSCCL's XML; or LogGOPSim's GOAL, for --bytes, with the
-    times of adding by --network.
-    """
-    from_: Path | None = None
-    """File of a fit's measurements by others: tables of osu_latency, osu_bw, osu_bibw,
-    osu_allreduce, or of nccl-tests.
-    """
+    """File of the fit (default: one for these ranks in the user's cache)."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "ranks", 1, MOST)
@@ -120,19 +100,10 @@ def main(words: Sequence[str]) -> str:
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
     check_figure(asked.svg)
-    is_goal = algorithm.endswith(ENDING)
-    idle = ["operation", "bytes"] if is_goal else []
-    if not is_goal and name == "render" and asked.html is None:
-        idle = ["bytes", "network"]
-    if name == "export" and asked.format == "msccl":
-        idle = ["bytes"]
-    for option in idle:
-        require(option not in given, f"--{option} changes nothing of this {name}; leave it out")
-    if is_goal:
-        return _goal(name, Path(algorithm), asked)
+    if name == "render" and asked.html is None:
+        for option in ("bytes", "network"):  # only a page shows times
+            require(option not in given, f"--{option} changes nothing of this render; leave it out")
     ranks = asked.ranks
-    if ranks is None and is_program(algorithm):
-        ranks = load_custom(algorithm, "the algorithm", "").ranks
     if ranks is None:
         fit = find_network_fit(asked.network, None)
         ranks = DEFAULT_RANKS if fit is None else fit.ranks
@@ -174,23 +145,6 @@ def _prove(algorithm: str, ranks: int, asked: CommConfig) -> str:
     )
 
 
-def _export(algorithm: str, ranks: int, asked: CommConfig) -> str:
-    """Write a collective for another program, such as MSCCL's runtime or LogGOPSim."""
-    machine = parse_network(asked.network, ranks, ranks)
-    _, collective = _collective(algorithm, asked, machine.nodes)
-    if asked.format == "msccl":
-        text = write_program(collective, ranks)
-    else:
-        proved_steps(collective, ranks)
-        goal = GoalText(ranks)
-        goal.collective(collective, range(ranks), asked.bytes, machine.add)
-        text = str(goal)
-    if asked.out is None:
-        return text
-    save(asked.out, text)
-    return f"{algorithm} for {ranks} ranks is in {asked.out}"
-
-
 def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
     """Draw a collective, rounds down and ranks across, or write an interactive page."""
     operation, collective = _collective(algorithm, asked)
@@ -225,50 +179,13 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     )
 
 
-def _goal(name: str, file: Path, asked: CommConfig) -> str:
-    """Simulate or draw a program of GOAL."""
-    program = read_goal(file)
-    ranks = program.ranks
-    require(
-        name in ("simulate", "render") and asked.html is None,
-        f"{file} has bytes and no chunks, so what it sums is unknown; simulate it, or render it as"
-        " text or --svg",
-    )
-    require(asked.ranks in (None, ranks), f"{file} is for {ranks} ranks, not for {asked.ranks}")
-    machine = parse_network(asked.network, ranks, ranks)
-    spans = program.simulate(machine)
-    title = (
-        f"{file}, {counted(ranks, 'rank')}: {format_seconds(makespan(spans))}, messages by"
-        f" {describe_network(asked.network)}"
-    )
-    drawn = picture_program(spans, ranks, title)
-    if asked.svg is not None:
-        drawn.save(asked.svg)
-    return title if name == "simulate" else str(drawn)
-
-
 def _fit(_: str, ranks: int, asked: CommConfig) -> str:
     """Measure this machine with these ranks and save the fit, with the error of its predictions;
     run it under mpirun. With --svg, draw the all-reduces of steps beside their predictions.
-
-    With --from, messages are those of a file, and only adding is measured here.
     """
     group = start()
-    known, source = facts(group), asked.from_
-    if source:
-        tables, nodes = on_root(group, lambda: read_tables(source))
-        nodes = known["nodes"] if group.size > 1 else nodes or [0] * (asked.ranks or 0)
-        require(asked.ranks in (None, len(nodes)) and len(nodes) > 1, FEW.format(source))
-        known |= {"ranks": len(nodes), "nodes": nodes}
-    else:
-        require(asked.ranks is None, "--ranks is for --from; mpirun starts those that measure")
-    file = asked.out or default_file(known)
+    file = asked.out or default_file(facts(group))
     on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
-    if source:
-        fit = fit_of(source, tables, measure_adding(group, ADDING_S), known)
-        if group.is_root:
-            save_fit(fit, file)
-        return "\n".join([*describe_fit(fit), "", f"kept in {file}"] * group.is_root)
     load, cores = os.getloadavg()[0], usable_cores()[1]
 
     def tell(line: str) -> None:
@@ -306,7 +223,6 @@ def _check_writable(file: Path) -> None:
         file.open("a").close()
 
 
-FEW = "{} has no number of ranks, 2 or more, or another one than --ranks; give --ranks N"
 ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 # Each command's function, path and options.
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
@@ -314,8 +230,7 @@ _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] 
     "prove": (_prove, ALGORITHM, "operation ranks"),
     "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
-    "export": (_export, ALGORITHM, "operation ranks bytes network format out"),
-    "fit": (_fit, "", "out svg from_ ranks"),
+    "fit": (_fit, "", "out svg"),
 }
 
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together, run_on_ranks
 from nnmpi.commands.start import read_shared
-from nnmpi.lab.goal import save
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import LayoutSearch, plan
 from nnmpi.lab.planner.profile import Workload, find_profile
@@ -71,8 +69,6 @@ class PlanConfig:
     """Layouts to print."""
     again: bool = False
     """Measure the model's parts again, though a profile was kept."""
-    goal: Path | None = None
-    """File for a step of the first layout as GOAL, LogGOPSim's text, to simulate and draw it."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -154,8 +150,6 @@ def main(words: Sequence[str], group: Group) -> None:
         def search() -> list[str]:
             pricer = workload.pricer(profile, network)
             result = plan(pricer, machine.memory, machine.kept)
-            if machine.goal:
-                save(machine.goal, pricer.step(result.best[0].candidate))
             command = train_command(asked, ranks, result.best[0].options())
             step_s = profile.step(workload.batch_size, "seconds")
             return [

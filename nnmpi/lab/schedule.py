@@ -5,7 +5,6 @@ nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stag
 nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
 nnmpi schedule --pipeline zero-bubble --stages 4 --microbatches 8 --costs F=1,B=1.2,W=0.8,SEND=0.1
 nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
-nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --bytes 4MiB --goal 1f1b.goal
 nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2 --program
 """
 
@@ -22,7 +21,6 @@ from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine, blocks
-from nnmpi.lab.goal import GoalText, save
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
 from nnmpi.schedule.check import check
@@ -69,8 +67,6 @@ class ScheduleConfig:
     """File for an interactive page."""
     svg: Path | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
-    goal: Path | None = None
-    """File for the schedule as LogGOPSim's GOAL."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
@@ -79,8 +75,8 @@ class ScheduleConfig:
             f"--zero is {self.zero}; give 2 or 3, whose gathers and sums a schedule has",
         )
         require(
-            bool(self.network or self.goal) or self.bytes == ScheduleConfig.bytes,
-            "--bytes is for --network and --goal; leave it out",
+            bool(self.network) or self.bytes == ScheduleConfig.bytes,
+            "--bytes is for --network; leave it out",
         )
         _ = self.times
         require(
@@ -132,10 +128,6 @@ def main(words: Sequence[str]) -> str:
     ]
     if options.program:
         lines += ["", *programs(schedule)]
-    if options.goal:
-        text = GoalText(stages)
-        text.schedule(schedule, costs, lambda _: (options.bytes,), range(stages))
-        save(options.goal, text)
     if options.svg:
         about = _modelled(options, schedule.trains)
         if options.network:

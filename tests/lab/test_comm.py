@@ -102,7 +102,7 @@ def test_simulate_and_list():
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ("frob", "frob is not a command; give list, prove, render, simulate, export, fit"),
+        ("frob", "frob is not a command; give list, prove, render, simulate, fit"),
         ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; choose one of all-reduce"),
         ("simulate ring --bytes x", "--bytes is x; it must be a number of bytes such as 512MiB"),
@@ -119,8 +119,6 @@ def test_simulate_and_list():
         ("simulate ring --network nowhere.json", "nowhere.json: not a readable fit"),
         ("prove ring --bytes 4", "--bytes is not an option"),
         ("render ring --network gbit=1", "--network changes nothing of this render; leave it out"),
-        ("export ring --bytes 4", "--bytes changes nothing of this export; leave it out"),
-        ("simulate x.goal --operation all-gather", "--operation changes nothing of this"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words, sentence):
@@ -196,68 +194,3 @@ def test_a_fit_of_a_busy_machine_says_so(load, tmp_path, monkeypatch):
 
 def test_a_name_that_one_operation_has_needs_no_operation():
     assert main(["prove", "gossip"]).startswith("neighbour-average by gossip is right")
-
-
-OSU = """# OSU MPI Latency Test v7.4
-# Size       Avg Latency(us)   Min Latency(us)
-1 2 1
-2001 9
-4001 6
-# OSU MPI Bandwidth Test
-# Size [B] Bandwidth [MB/s]
-1 1
-4001 800
-8001 500
-# OSU MPI Bi-Directional Bandwidth Test
-# Size
-1 2
-8001 1000
-# OSU MPI-CUDA Allreduce Latency Test
-# Size
-4 9
-400 19
-"""
-NCCL = """# Collective test starting: {}_perf
-#  Rank  0 Group  0 Pid  9 on a device  0 [0x04] H100
-#  Rank  1 Group  0 Pid  9 on a device  1 [0x04] H100
-#  Rank  2 Group  0 Pid  9 on b device  0 [0x04] H100
-#  Rank  3 Group  0 Pid  9 on b device  1 [0x04] H100
-#       size         count      type     time   algbw  #wrong     time   algbw
-8 1 float 9 0 0 10 0
-# Out of bounds values : 0
-1008 1 float 9 0 0 30 0
-"""
-HEAD = OSU[: OSU.index("1 2")]
-
-
-def test_measurements_of_others_give_the_fit_that_they_are(tmp_path):
-    file, out = tmp_path / "osu.txt", tmp_path / "fit.json"
-
-    def fit(text, *more):
-        file.write_text(text)
-        main(["fit", "--from", str(file), "--out", str(out), *more])
-        return load_fit(out)
-
-    read = fit(OSU, "--ranks", "4")
-    link = read.machine.inside
-    assert (read.ranks, read.machine.nodes, read.machine.add(2**20) > 0) == (4, None, True)
-    times = [link.one_way(4001), link.one_way(8001), link.both_ways(8001), read.native(4)]
-    assert times == pytest.approx([6e-6, 17.002e-6, 17.002e-6, 9e-6])
-    # an all-reduce alone: two messages one after the other at least, and 1.5 times the bytes
-    read = fit(NCCL.format("all_reduce"))
-    assert (read.ranks, read.native(1008)) == (4, pytest.approx(3e-5))
-    assert read.machine.nodes == (0, 0, 1, 1)
-    assert read.machine.inside.one_way(1512) == pytest.approx(5e-6 + 2e-5)
-    assert fit(NCCL.format("sendrecv")).machine.inside.both_ways(1008) == pytest.approx(3e-5)
-    for text, sentence in (
-        ("1 2", "line 1: '1 2' is no row"),
-        *((HEAD + row, "line 4: .* is no row") for row in ("1 2\n1 2", "\n1 nan", "\n1 0", "\n1")),
-        (HEAD[:25] + "\n1 2", "line 2"),
-        ("\0" * 10**6, "line 1"),
-        (NCCL.format("alltoall"), "line 1: alltoall_perf is none of latency, bandwidth"),
-        ("# \n" * 2**20, "no measurements .it is longer than 1 MiB"),
-        ("", "has no latency of messages and no all-reduce"),
-        *((HEAD + rows, "nothing of bandwidth") for rows in ("1 5", "1 5\n9999 4")),
-        (NCCL.format("all_reduce"), "another one than --ranks"),
-    ):
-        usage_error(f"^[^\n]*{sentence}[^\n]*$", fit, text, "--ranks", "3")

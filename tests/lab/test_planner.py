@@ -16,12 +16,9 @@ from nnmpi import simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
-from nnmpi.base.units import format_seconds
-from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.data import Dataset
 from nnmpi.lab import measure, plan
-from nnmpi.lab.goal import makespan, read_goal
 from nnmpi.lab.planner import auto_layout, network, profile
 from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
@@ -648,16 +645,6 @@ def test_parts_are_measured_with_the_kernels_that_train(
             [*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")],
             group,
         )
-
-
-def test_a_step_of_the_first_layout_is_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(plan, "find_profile", lambda *_: (made_up(4), ""))
-    words = "--model gpt --shape 8 --features 16 --layers 4 --heads 4 --batch-size 16 --kept 1"
-    links = "alpha_us=1,gbit=10"
-    words += f" --ranks 4 --nodes 4 --network {links} --goal {tmp_path}/own.goal"
-    simulate(lambda group: plan.main(words.split(), group), 1)
-    step = makespan(read_goal(tmp_path / "own.goal").simulate(parse_network(links, 4)))
-    assert f"  1{format_seconds(step, 3):>10}" in capsys.readouterr().out
 
 
 @pytest.mark.simulated

@@ -71,23 +71,15 @@ class PlannedNetwork:
             return 0.0
         if operation == SHARED:
             return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
-        seconds, _ = self.fastest(operation, groups, nbytes)
+        parts = self.machine.parts(groups, self.ranks)
+        algorithms = native_algorithms(operation) or [as_collective(_pass_on)]
+        seconds = min(
+            max(price(item, len(groups[0]), nbytes, machine) for machine in parts)
+            for item in algorithms
+        )
         if operation == "all-reduce" and self.fit and len(groups[0]) == self.fit.ranks:
             return min(seconds, self.fit.predict(NATIVE, nbytes))
         return seconds
-
-    def fastest(
-        self, operation: str, groups: Sequence[Sequence[int]], nbytes: int
-    ) -> tuple[float, Collective]:
-        """Return the seconds of the fastest algorithm, and the algorithm; see `exchange`."""
-        parts = self.machine.parts(groups, self.ranks)
-        return min(
-            (
-                (max(price(item, len(groups[0]), nbytes, machine) for machine in parts), item)
-                for item in native_algorithms(operation) or [as_collective(_pass_on)]
-            ),
-            key=itemgetter(0),
-        )
 
 
 def _pass_on(rank: int, size: int) -> Steps:

@@ -38,7 +38,7 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import LayoutError, UsageError
-from nnmpi.base.shard import part, split
+from nnmpi.base.shard import split
 from nnmpi.comm.algorithms.registry import SHARED
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.group import Group
@@ -47,7 +47,6 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.executor import SERIAL, executable
 from nnmpi.compose.layout import PIPEDREAM, Layout
-from nnmpi.lab.goal import GoalText
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
@@ -697,56 +696,6 @@ class Pricer:
         least_s = self.network.exchange(what, least, nbytes)
         backward = 1 - self._forward_part(self._rows(candidate))
         return max(total_s - backward * hidden_s, least_s)
-
-    # ---- messages ----
-
-    def step(self, candidate: Candidate) -> GoalText:
-        """Return a step as GOAL: what `price` counts, operation by operation.
-
-        Sums in shared memory, and a pipeline's exchanges of sharded layers, are computing there.
-        """
-        text, mesh, ranks = GoalText(candidate.ranks), self._mesh(*candidate.axes), candidate.ranks
-
-        def compute(seconds: float) -> None:
-            for rank in range(ranks):
-                text.compute(rank, seconds)
-
-        def exchange(
-            what: str,
-            groups: Sequence[Sequence[int]],
-            nbytes: int,
-            times: float,
-            beside: bool = False,
-        ) -> None:
-            if what == SHARED:
-                compute(times * self.network.exchange(what, groups, nbytes))
-                return
-            _, item = self.network.fastest(what, groups, nbytes)
-            for group in [*groups] * int(times):
-                text.collective(item, group, nbytes, self.network.machine.add, beside)
-
-        backward_s, sums = 0.0, [*self._sums(candidate)]
-        if candidate.pp > 1:
-            for group in mesh.groups(PP):
-                text.schedule(*self._pipeline(candidate), group)
-            compute(self.profile.once_s)
-        else:
-            busy_s = self._computing(candidate)
-            backward_s = busy_s * (1 - self._forward_part(self._rows(candidate)))
-            compute(busy_s - backward_s)
-            for item in self._sent(candidate):
-                exchange(*item)
-        count = self._buckets(candidate, sums)
-        for bucket in range(count):
-            compute(backward_s / count)
-            for what, groups, nbytes, times in sums:
-                exchange(what, groups, len(part(nbytes, count, bucket)), times, count > 1)
-        for last, beside in zip(*text.last, strict=True):
-            last += beside
-        for item in self._agreements(candidate):
-            exchange(*item)
-        compute(self._update_s(candidate))
-        return text
 
     # ---- bytes ----
 

@@ -28,7 +28,7 @@ def draw(value: Any) -> str:
 
 @draw.register
 def _(value: Collective) -> str:
-    return render_collective(value, value.ranks or RANKS)
+    return render_collective(value, RANKS)
 
 
 @draw.register
