@@ -29,6 +29,7 @@ from dataclasses import is_dataclass
 from itertools import repeat
 from math import isfinite
 from pathlib import Path
+from sys import float_info
 from time import sleep
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
@@ -47,6 +48,7 @@ TEXT, TEXT_BYTES = 30, 2**23
 LINE = 2**28  # most characters of a line; text8, a corpus, is one line of 10**8
 DOTS = 10_000  # of a TOML file: a key of 16,000 names in dots takes tomllib 1 GB and 4 s
 BLANK_LINES = 2**20  # most blank lines between two others
+JSON_BYTES = 2**26  # most bytes of a JSON value, which takes up to forty times as much memory
 
 
 def expand(path: Path, what: str) -> Path:
@@ -400,9 +402,39 @@ def read_json(file: Path) -> Any:
     """Return the JSON value in an ordinary file.
 
     Raises:
-        OSError, ValueError: see `read_text` and `parse_json`.
+        OSError, ValueError: see `read_text` and `parse_json`; also for one of more than
+            `JSON_BYTES`.
     """
+    check_ordinary(file)
+    if file.stat().st_size > JSON_BYTES:
+        raise ValueError(f"it is longer than {JSON_BYTES >> 20} MiB")
     return parse_json(read_text(file))
+
+
+def read_records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of an ordinary file with one in each line.
+
+    A last line without its end, which a kill has truncated, is left out.
+
+    Raises:
+        OSError: when the file is missing or unreadable.
+        ValueError: names the first line that is no JSON object.
+    """
+    check_ordinary(file)
+    with file.open(encoding="utf-8", newline="\n") as stream:
+        number = 0
+        while line := stream.readline(JSON_BYTES):
+            number += 1
+            is_whole = line.endswith("\n")
+            try:
+                record = parse_json(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"{shortened(line.strip(), 40)} is no JSON object")
+            except ValueError as error:
+                if is_whole or stream.read(1):
+                    raise ValueError(f"line {number}: {error}") from None
+                return
+            yield record
 
 
 def read_toml(file: Path) -> Any:
@@ -441,6 +473,8 @@ def rebuilt(kind: Any, value: Any) -> Any:
         # Bytes may be written as text, such as "1GiB"
         return kind(str(value))
     if origin is tuple and isinstance(value, list | tuple):
+        if of[-1] is not ... and len(of) != len(value):
+            raise ValueError(f"{shortened(repr(value))} has {len(value)} values, not {len(of)}")
         return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
     if origin is Mapping:  # JSON has a list of pairs if keys are not text
         pairs = value.items() if isinstance(value, dict) else value
@@ -450,6 +484,10 @@ def rebuilt(kind: Any, value: Any) -> Any:
         if origin is Literal
         else isinstance(value, int | float if kind is float else origin or kind)
     )
+    if isinstance(value, bool) and kind in (int, float):  # Python's True is 1, JSON's is not
+        fits = False
+    if fits and kind is float and not abs(value) <= float_info.max:  # a whole number of many digits
+        raise ValueError(f"{shortened(repr(value))} is no finite number")
     if not fits:
         raise TypeError(f"{shortened(repr(value))} is given for {getattr(kind, '__name__', kind)}")
     return value

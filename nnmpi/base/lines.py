@@ -19,17 +19,21 @@ _OTHERS = tuple(
 _INSTALLED = "-packages"
 # what nnmpi calls itself: "x.npz is truncated" needs no lines of NumPy's reader
 _CALLED = re.compile(
-    rf"{_INSTALLED}/(numpy|PIL|mpi4py|safetensors|filelock|pooch|urllib3|requests|cupyx?|nvmath)/"
+    rf"{_INSTALLED}/(numpy|mpi4py|safetensors|filelock|pooch|urllib3|requests|threadpoolctl|numba"
+    r"|llvmlite|ml_dtypes|PIL|tokenizers|matplotlib|tensorboardX|onnx|cupyx?|nvmath|cudnn)(/|\.py)"
 )
+# what compiled modules name as their text, which lies nowhere on this machine:
+# "numpy/random/mtrand.pyx", "/build/Python-3.11/Modules/pyexpat.c"
+_COMPILED = (".c", ".cc", ".cpp", ".pyx", ".pxd", ".pxi", ".rs")
 MOST = 12  # lines of an error: a recursion has thousands
 
 
 @lru_cache(maxsize=1024)
 def is_users(file: str) -> bool:
     """Return whether a file is neither nnmpi's nor its libraries'; other packages are users'."""
-    return not (file.startswith(("<frozen", _OTHERS[0])) or _CALLED.search(file)) and (
-        not file.startswith(_OTHERS) or _INSTALLED in file
-    )
+    if file.startswith(("<frozen", _OTHERS[0])) or file.endswith(_COMPILED):
+        return False
+    return not _CALLED.search(file) and (not file.startswith(_OTHERS) or _INSTALLED in file)
 
 
 def lines_of(error: BaseException) -> list[str]:

@@ -32,6 +32,7 @@ from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 
 FORMAT = 2
+_FACTS = {"ranks": int, "nodes": tuple[int, ...], "mpi": str, "host": str, "date": str}
 MAKE_ONE = "make one: mpirun -n RANKS nnmpi comm fit"
 
 
@@ -110,9 +111,15 @@ class Fit:
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
-        fit = rebuilt(cls, {name: item for name, item in value.items() if name != "format"})
-        if fit.ranks < 1 or len(fit.facts["nodes"]) != fit.ranks:
-            raise ValueError(f"it is of {fit.ranks} ranks on the nodes {fit.facts['nodes']}")
+        try:
+            fit = rebuilt(cls, {name: item for name, item in value.items() if name != "format"})
+        except UsageError as error:  # of a curve
+            raise ValueError(str(error)) from None
+        facts = {name: rebuilt(kind, fit.facts[name]) for name, kind in _FACTS.items()}
+        if fit.ranks < 1 or len(facts["nodes"]) != fit.ranks:
+            raise ValueError(f"it is of {fit.ranks} ranks on the nodes {facts['nodes']}")
+        if "took" in fit.facts:
+            rebuilt(tuple[float, float], fit.facts["took"])
         return fit
 
 

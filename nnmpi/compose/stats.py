@@ -9,6 +9,7 @@ from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
 from typing import Any
 
+from nnmpi.base.files import rebuilt
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.world import Traffic
 from nnmpi.schedule.schedule import Instruction
@@ -292,10 +293,17 @@ class Staleness:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Staleness:
-        """Return the counts from the result of `to_json`."""
+        """Return the counts from the result of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: for other values.
+        """
         result = cls(len(values["workers"]))
         for counts, worker in zip(result.histograms, values["workers"], strict=True):
-            counts.update({int(staleness): int(count) for staleness, count in worker["histogram"]})
+            pairs = rebuilt(Mapping[int, int], worker["histogram"])
+            if min((*pairs, *pairs.values()), default=0) < 0:
+                raise ValueError(f"the worker {worker.get('worker')} has counts below 0")
+            counts.update(pairs)
         return result
 
 

@@ -17,27 +17,29 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.base.command import read_command, say
 from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks, shortened
-from nnmpi.base.files import is_locked, parse_json, read_json, read_text
+from nnmpi.base.files import is_locked, parse_json, read_json, read_text, rebuilt
 from nnmpi.base.launcher import read_launch, start_words, usable_cores
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
-from nnmpi.train.folder import LAST_WORDS, RunFolder, read_run
+from nnmpi.train.folder import LAST_WORDS, RunFolder, Start, read_run
 from nnmpi.train.log import describe_measures
+from nnmpi.train.metrics import checked_record
 from nnmpi.train.signature import versions
 
 PROGRAM = "nnmpi doctor"
@@ -71,6 +73,9 @@ def main(words: Sequence[str]) -> str:
 
 
 # ---- a run ----
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,15 +115,18 @@ def diagnose(path: Path) -> Diagnosis:
     if checkpoint is not None:
         notices, known = list(checkpoint.notices), checkpoint.values.get("step")
         step = known if isinstance(known, int) else 0
-    starts, faults = _lines(folder.starts), _lines(folder.faults)
-    records = [item for item in _lines(folder.metrics) if isinstance(item.get("global_step"), int)]
+    starts = _readable(folder.starts, partial(rebuilt, Start), notices)
+    faults = _readable(folder.faults, _fault, notices)
+    records = _readable(folder.metrics, checked_record, notices)
     reached = max((item["global_step"] for item in records), default=0)
-    last = starts[-1] if starts else {}
-    where = (
-        f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
-    )
+    started = "never started"
+    if starts:
+        last = starts[-1]
+        times, ranks = counted(len(starts), "time"), counted(last.ranks, "rank")
+        where = f"{ranks} on {shortened(last.host)}"
+        started = f"started {times}, last at {shortened(last.time)}: {where}"
     facts = (
-        f"started {counted(len(starts), 'time')}, {where}" if starts else "never started",
+        started,
         f"metrics reach step {reached}" if records else "no metrics",
         (
             f"last good checkpoint: step {step}, in {checkpoint.folder}"
@@ -126,17 +134,15 @@ def diagnose(path: Path) -> Diagnosis:
             else "no complete checkpoint"
         ),
         *notices,
-        *(f"start {fault.get('start')}: {fault.get('fault')}" for fault in faults[-5:]),
+        *(f"start {start}: {fault}" for start, fault in faults[-5:]),
     )
 
     def judge() -> tuple[str, str]:
         """Return what happened, and the advice."""
         # The user will paste this command, and the folder may come from someone else: so its values
         # are checked and quoted.
-        ranks = last.get("ranks")
-        command = (
-            f"nnmpi run -n {ranks if isinstance(ranks, int) else 1} -- --resume {quote(str(path))}"
-        )
+        ranks = starts[-1].ranks if starts else 1
+        command = f"nnmpi run -n {ranks} -- --resume {quote(str(path))}"
         resume = f"continue with: {command}"
         if checkpoint is None and steps(folder.checkpoints):
             resume = (
@@ -175,7 +181,7 @@ def diagnose(path: Path) -> Diagnosis:
         if said:
             why, resume = f"its last words were: {said}", f"mend that, and {resume}"
         if faults and _written(folder.faults) >= _written(folder.starts):
-            why = f"its supervisor saw: {faults[-1].get('fault')}"
+            why = f"its supervisor saw: {faults[-1][1]}"
         if not starts:
             return (
                 "The run ended while it was set up, before its first step.",
@@ -261,14 +267,33 @@ def _last_words(console: Path) -> str:
     return ""
 
 
-def _lines(file: Path) -> list[Any]:
-    """Return the readable JSON objects of a file with one in each line."""
-    result = []
-    with suppress(OSError, ValueError):
-        for line in read_text(file).splitlines():
-            with suppress(ValueError):
-                result.append(parse_json(line))
-    return [item for item in result if isinstance(item, dict)]
+def _readable(file: Path, read: Callable[[Any], T], notices: list[str]) -> list[T]:
+    """Return the values of the readable lines of a file of JSON; a notice names one that is not."""
+    result: list[T] = []
+    if not file.exists():
+        return result
+    try:
+        *lines, rest = read_text(file).split("\n")
+    except (OSError, ValueError) as error:
+        notices.append(f"{file} cannot be read ({error})")
+        return result
+    damaged = []
+    for number, line in enumerate([*lines, rest], 1):
+        try:
+            result.append(read(parse_json(line)))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            damaged.append(number)
+    damaged = [number for number in damaged if number <= len(lines)]  # a kill cuts the last line
+    if damaged:
+        notices.append(
+            f"{file}: {counted(len(damaged), 'damaged line')}, the first is {damaged[0]}"
+        )
+    return result
+
+
+def _fault(record: Any) -> tuple[int, str]:
+    """Return a start's number and the fault that ended it."""
+    return rebuilt(int, record["start"]), shortened(rebuilt(str, record["fault"]))
 
 
 # ---- machines ----

@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from nnmpi.base.command import as_words, read_command, say
 from nnmpi.base.errors import UsageError, raised_as
-from nnmpi.base.files import foreign, read_json, rebuilt
+from nnmpi.base.files import foreign, json_text, read_json, rebuilt
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.lab.pages.page import write_page
 from nnmpi.train.config import all_options
-from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.folder import RunFolder, read_run, read_starts
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
 MOST_POINTS, MOST_BARS = 500, 60
+MOST_HEIGHTS = 1_000_000  # bars of staleness, of all workers
 ACCURACY = "accuracy"
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
@@ -41,7 +42,15 @@ PANELS = [  # title, key of the values, kinds of records
     ("Learning rate", "learning_rate", TRAINED),
     ("Gradient norm", "grad_norm", TRAINED),
 ]
-Confusion: TypeAlias = tuple[tuple[int, ...], ...]
+# of evaluation.json, what a page shows; without classes there is no matrix
+EVALUATION: Mapping[str, Any] = {
+    "part": str,
+    "data": str,
+    "step": int,
+    "samples": int,
+    "classes": tuple[str, ...] | None,
+    "confusion": tuple[tuple[int, ...], ...] | None,
+}
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
@@ -162,19 +171,16 @@ def gather(run: Path) -> dict[str, Any]:
     Raises:
         UsageError: without a run in the folder, and for unreadable files.
     """
-    options, folder, evaluation = read_run(run, str(run)), RunFolder(run), dict[str, Any]()
-    if folder.evaluation.is_file():
-        advice = "not what nnmpi evaluate writes; call it again, or remove the file"
-        with foreign(folder.evaluation, UsageError, advice):
-            evaluation = read_json(folder.evaluation)
-            _ = rebuilt(Confusion, evaluation.get("confusion") or ())
-    with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
-        records = read_metrics(folder.metrics)
-        starts = read_metrics(folder.starts) if folder.starts.is_file() else []
-        commands = [f"{shlex.join(item['command'])}    # ranks: {item['ranks']}" for item in starts]
+    options, folder = read_run(run, str(run)), RunFolder(run)
+    evaluation, starts = read_evaluation(folder), read_starts(folder)
+    commands = [f"{shlex.join(item.command)}    # ranks: {item.ranks}" for item in starts]
+    records = read_metrics(folder.metrics)
+    with foreign(folder.metrics, UsageError, "the metrics of the run cannot be drawn"):
         trained = [record for record in records if record["kind"] == "train"]
         tests = [record for record in records if record["kind"] in ("eval", "test")]
         stale = sum_staleness(records)
+        if stale.largest() * len(stale.histograms) > MOST_HEIGHTS:
+            raise ValueError(f"gradients are {stale.largest()} updates old")
         heights = [
             [histogram.get(n, 0) for n in range(stale.largest() + 1)]
             for histogram in stale.histograms
@@ -191,8 +197,8 @@ def gather(run: Path) -> dict[str, Any]:
         if workers > 1:  # out of step: what a worker neither computes nor reads, it waits
             times[PARTS["sync_s"]] = times.get(PARTS["sync_s"], 0.0) + max(other_s, 0.0)
             other_s = 0.0
-        return {
-            "head": starts[-1].get("facts", []) if starts else [],
+        page = {
+            "head": [list(fact) for fact in starts[-1].facts] if starts else [],
             "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "names": [*PARTS.values()],
@@ -212,9 +218,29 @@ def gather(run: Path) -> dict[str, Any]:
             },
             "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
             "evaluation": evaluation,
-            "options": _options(options, [word for item in starts for word in item["command"]]),
+            "options": _options(options, [word for item in starts for word in item.command]),
             "commands": commands,
         }
+        _ = json_text(page)  # sums of large numbers may be too large
+        return page
+
+
+def read_evaluation(folder: RunFolder) -> dict[str, Any]:
+    """Return the last result of `nnmpi evaluate`, as far as a page shows it; {} without one.
+
+    Raises:
+        UsageError: with the file, for one that is none.
+    """
+    if not folder.evaluation.exists():
+        return {}
+    advice = "not what nnmpi evaluate writes; call it again, or remove the file"
+    with foreign(folder.evaluation, UsageError, advice):
+        values = read_json(folder.evaluation)
+        known = {name: rebuilt(kind, values.get(name)) for name, kind in EVALUATION.items()}
+        lengths = {len(known["classes"] or ()), *map(len, known["confusion"] or ((),))}
+        if known["confusion"] and lengths != {len(known["confusion"])}:
+            raise ValueError("its confusion matrix does not have a row and a column for each class")
+        return known
 
 
 def _chart(title: str, key: str, kinds: Mapping[str, str], records: Sequence[Any]) -> Any:

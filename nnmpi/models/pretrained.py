@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.base.errors import DataError, counted
+from nnmpi.base.errors import DataError, counted, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.module import Module
@@ -149,14 +149,15 @@ def read_size(folder: Path) -> GPTSize:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise DataError(
-                f"{folder / CONFIG}: {SIZES[name]} is {size!r}; it must be a whole number, 1 or"
-                " more"
+                f"{folder / CONFIG}: {SIZES[name]} is {shortened(repr(size))}; it must"
+                " be a whole number, 1 or more"
             )
     fixed = FIXED if result.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
     for name, value in fixed.items():
         if result.get(name, value) != value:
             raise DataError(
-                f"{folder / CONFIG}: {name} is {result[name]!r}; only {value!r} can be read"
+                f"{folder / CONFIG}: {name} is {shortened(repr(result[name]))}; only"
+                f" {value!r} can be read"
             )
     with open_folder(folder) as stored:
         # compare with the weights now, before a caller allocates a model of a wrong size
@@ -287,7 +288,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         result = read_json(file)
     kind = result.get("model_type") if isinstance(result, dict) else None
     if kind != "gpt2":
-        raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
+        raise DataError(
+            f"{file} is of a model of type {shortened(repr(kind))}; only gpt2 can be read"
+        )
     return result
 
 

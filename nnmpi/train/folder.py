@@ -28,6 +28,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ from nnmpi.base.files import (
     json_text,
     opened_to_write,
     read_json,
+    read_records,
     read_text,
+    rebuilt,
     remove_folder,
     rename,
     sync_folder,
@@ -59,6 +62,19 @@ RUNS, LATEST_RUN = Path("runs"), "latest"  # default parent of runs, and the lin
 FLIGHT_FILE = re.compile(r"rank-[0-9]+\.txt")
 
 LAST_WORDS = "nnmpi: "  # before the sentence that ended a start, in console.txt
+
+
+@dataclass(frozen=True)
+class Start:
+    """A line of starts.jsonl: how a run was started, and what its header says."""
+
+    command: tuple[str, ...]
+    ranks: int
+    time: str = "?"
+    host: str = "?"
+    folder: str = "?"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: tuple[tuple[str, str], ...] = ()
 
 
 class RunFolder:
@@ -268,17 +284,17 @@ class RunFolder:
             facts: the header's lines.
         """
         with suppress(OSError):
-            start = {
-                "command": ["nnmpi", "train", *words],
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "host": platform.node(),
-                "folder": str(Path.cwd()),
-                "ranks": ranks,
-                "versions": {**versions(), "mpi": library},
-                "facts": facts,
-            }
+            start = Start(
+                ("nnmpi", "train", *words),
+                ranks,
+                time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                platform.node(),
+                str(Path.cwd()),
+                {**versions(), "mpi": library},
+                tuple(facts),
+            )
             with opened_to_write(self.starts, "a") as stream:
-                stream.write(json_text(start) + "\n")
+                stream.write(json_text(asdict(start)) + "\n")
             self._link()
 
     def _link(self) -> None:
@@ -370,6 +386,18 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     # reverse.
     left_out = "out resume trust config quiet ranks simulate network stop_after"
     return {name: value for name, value in values.items() if name not in left_out.split()}
+
+
+def read_starts(folder: RunFolder) -> list[Start]:
+    """Return a run's starts, the first one first; none without starts.jsonl.
+
+    Raises:
+        UsageError: with the file, for one that no run writes.
+    """
+    if not folder.starts.exists():
+        return []
+    with foreign(folder.starts, UsageError, "not as runs write it"):
+        return [rebuilt(Start, record) for record in read_records(folder.starts)]
 
 
 def check_trust(

@@ -71,13 +71,13 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.custom import fault
-from nnmpi.base.errors import CheckpointError, NnmpiError, asks_to_stop, raised_as
+from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError, asks_to_stop, raised_as
 from nnmpi.base.files import (
     foreign,
     json_text,
     opened_to_write,
-    parse_json,
-    read_text,
+    read_records,
+    rebuilt,
     write_atomically,
 )
 from nnmpi.compose.stats import Staleness
@@ -85,20 +85,67 @@ from nnmpi.train.folder import RunFolder
 
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
+_TYPES = {"kind": str, "global_step": int, "epoch": float}  # of what each record has
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
+def read_metrics(
+    file: Path,
+    kind: type[NnmpiError] = UsageError,
+    what: str = "the metrics of the run cannot be read",
+) -> list[dict[str, Any]]:
     """Return the records of the file, without a last line that a kill has truncated.
 
+    Args:
+        file: such as metrics.jsonl.
+        kind, what: of the error, see `base.files.foreign`.
+
     Raises:
-        ValueError: when a line before the last is no JSON object.
-        OSError: for an unreadable file.
+        NnmpiError: of the kind, with the file, for one that cannot be read, and with the line for a
+            record that no run writes.
     """
-    *full, rest = read_text(file).split("\n")  # text behind the last newline is a truncated line
-    records = [parse_json(line) for line in full]
-    with suppress(ValueError):
-        records.append(parse_json(rest))
-    return records
+    with foreign(file, kind, what):
+        records = [*read_records(file)]
+        for number, record in enumerate(records, 1):
+            try:
+                checked_record(record)
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise ValueError(f"line {number}: {reason}") from None
+        return records
+
+
+def checked_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that a run may have written: all values are numbers, but kind and counts.
+
+    Raises:
+        KeyError, TypeError, ValueError: with the reason.
+    """
+    counts: tuple[str, ...] = ()
+    if record["kind"] in ("staleness", RUN_STALENESS):
+        Staleness.from_json(record)
+        counts = ("workers", "histogram")
+    for key, kind in _TYPES.items():
+        _check(record, key, kind)
+    for key in record.keys() - {*counts, *_TYPES}:
+        value = record[key]
+        if value is not None and type(value) is not float:  # JSON's are finite
+            _check(record, key, float)
+    if record["global_step"] < 0:
+        raise ValueError(f"global_step is {record['global_step']}")
+    return record
+
+
+def _check(record: Mapping[str, Any], key: str, kind: type) -> None:
+    """Refuse a value of another type.
+
+    Raises:
+        KeyError, TypeError, ValueError: with the key.
+    """
+    value = record[key]
+    try:
+        rebuilt(kind, value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def cut_metrics(file: Path, step: int) -> int:
@@ -111,10 +158,9 @@ def cut_metrics(file: Path, step: int) -> int:
     """
     if not file.exists():
         return 0
-    with foreign(
-        file, CheckpointError, "damaged or cannot be written; move it away to continue without it"
-    ):
-        records = read_metrics(file)
+    what = "damaged or cannot be written; move it away to continue without it"
+    records = read_metrics(file, CheckpointError, what)
+    with foreign(file, CheckpointError, what):
         saved = [
             item
             for item in records
@@ -187,10 +233,9 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """
         if self._folder is None:
             return []
-        try:
-            return read_metrics(self._folder.metrics)
-        except (OSError, ValueError) as error:
-            raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
+        return read_metrics(
+            self._folder.metrics, NnmpiError, "the run's metrics cannot be read again"
+        )
 
     def sync(self) -> None:
         """Sync flushed records to disk: no checkpoint may be newer than its metrics.

@@ -73,7 +73,7 @@ class ChosenLayout:
             return []
         windows = [record for record in records if record.get("kind") == "train"]
         # the first one compiles, records and fills caches
-        windows = [item for item in windows[1:] or windows if item["samples_per_second"]]
+        windows = [item for item in windows[1:] or windows if item.get("samples_per_second")]
         predicted = f"step predicted {format_seconds(self.price.seconds, 3)}"
         if not windows:
             return [f"{predicted}; too few steps to measure it"]
@@ -91,7 +91,7 @@ class ChosenLayout:
             "sync_s": price.exposed_s,
             "input_s": 0.0,
         }
-        took = {part: median(item.get(part, 0.0) for item in windows) for part in expected}
+        took = {part: median(item.get(part) or 0.0 for item in windows) for part in expected}
         part = max(expected, key=lambda part: abs(took[part] - expected[part]))
         was, now = (format_seconds(item[part], 3) for item in (expected, took))
         return [

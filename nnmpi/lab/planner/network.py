@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, native_algorithms
-from nnmpi.comm.collective import Collective, Step, Steps, as_collective
+from nnmpi.comm.collective import Step, Steps, as_collective
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import (
     Fit,
