@@ -31,6 +31,7 @@ from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import CheckpointError, UsageError, asks_to_stop, expect
 from nnmpi.base.loop import Origin
+from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
@@ -242,6 +243,8 @@ class Trainer(
                 "the optimizer's arrays are not the model's; make it for model.storage, after the"
                 " last model.initialize()"
             )
+        claim(model, "model")
+        claim(optimizer, "optimizer")
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
         self.loss = named_loss(loss, arrangement)
         self.evaluation_loss = (

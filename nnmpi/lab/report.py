@@ -139,7 +139,8 @@ def result(tests: Sequence[Mapping[str, Any]]) -> str:
         for name in (ACCURACY, "perplexity", "loss")
         if last[name] is not None
     ]
-    return f"{', '.join(numbers)} after epoch {last['epoch']:.4g}"
+    when = "" if last["epoch"] is None else f" after epoch {last['epoch']:.4g}"
+    return f"{', '.join(numbers)}{when}"
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -35,6 +35,7 @@ from nnmpi.backend.trace import is_printable
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, is_own, number
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.loop import At, Place, Reached, last_read
+from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
 from nnmpi.base.words import answered, raise_missing
 
@@ -161,6 +162,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             )
         _check(storage)
         storage.check_tree()
+        claim(storage, "model")
         self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
         if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
             raise UsageError(

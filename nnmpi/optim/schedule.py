@@ -21,6 +21,7 @@ from math import cos, inf, pi
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from nnmpi.base.errors import UsageError, check_int, check_ints, number
+from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
 from nnmpi.base.words import raise_missing
 
@@ -161,6 +162,7 @@ class ReduceOnPlateau(Settled):
 
     def __call__(self, loss: float) -> float:
         """Return the rate from now on, after an epoch with this loss."""
+        claim(self, "plateau")
         margin = 0 if self.best == inf else self.threshold * abs(self.best)
         if loss < self.best - margin:  # not NaN, also as the first one
             self.best, self.waited = float(loss), 0

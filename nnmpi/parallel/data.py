@@ -24,6 +24,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import call
 from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, check_int, counted
+from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import refuse_different
@@ -104,6 +105,7 @@ class Replicas(
     microbatch = 0
 
     def __init__(self, model: Module, group: Group, runs_backward: bool = True) -> None:
+        claim(model, "model")
         self.model, self.group, self.storage = model, group, model.storage
         # last: whether the running backward pass is the last microbatch's; None between passes
         # summed: whether the gradients are a finished step's sums

@@ -37,7 +37,7 @@ from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
 from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Abandoned
-from nnmpi.comm.simulated.simulated_comm import MessageBoard
+from nnmpi.comm.simulated.simulated_comm import EVERYONE, MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.comm.world import WARNING_S
 from nnmpi.teaching.mpi_front.handles import Exception as MpiError
@@ -398,6 +398,7 @@ def run_program(
         # of its own: a receive from any rank must not take nnmpi's messages
         local, members = scheduler.ranks[group.rank], range(given.ranks)
         wire = Wire(board, group.comm.world, local, members, number)
+        board.names[number] = EVERYONE  # the program's world
         sys.modules.update(make_modules(wire), __main__=main)
         try:
             try:

@@ -85,7 +85,7 @@ from nnmpi.train.folder import RunFolder
 
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
-_TYPES = {"kind": str, "global_step": int, "epoch": float}  # of what each record has
+_TYPES = {"kind": str, "global_step": int}  # of what each record has
 
 
 def read_metrics(

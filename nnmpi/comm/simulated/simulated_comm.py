@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
+from functools import cached_property, partial, partialmethod
 from itertools import count
 from math import inf
 from mmap import mmap
@@ -26,7 +26,7 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.base.errors import CommError
+from nnmpi.base.errors import CommError, name_ranks
 from nnmpi.comm.algorithms.registry import native_algorithms
 from nnmpi.comm.buffers import CommBuffer, as_bytes
 from nnmpi.comm.duration import buffers_sent, price
@@ -302,6 +302,9 @@ class CollectiveCall:
     nbytes: int = 0
 
 
+EVERYONE = "the communicator of all ranks"  # the world
+
+
 class MessageBoard:
     """State shared by simulated ranks: messages, incomplete collectives, open requests.
 
@@ -321,6 +324,7 @@ class MessageBoard:
         open: by rank, the requests started and not yet awaited.
         numbers: the iterator that numbers new communicators.
         made: the results of `World.once`, by key.
+        names: of communicators for people, by number.
     """
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
@@ -337,6 +341,18 @@ class MessageBoard:
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
         self.made: dict[Hashable, Any] = {}
+        self.names = {0: EVERYONE}
+
+    def name(self, number: int, members: tuple[int, ...]) -> str:
+        """Return what a communicator is called in sentences: by its ranks, which tell it from
+        others, and counted where several have the same ranks.
+        """
+        if number not in self.names:
+            whose = "all ranks" if members == self.everyone else name_ranks(members)
+            known = {name for name in self.names.values() if name.endswith(f"of {whose}")}
+            which = f"communicator {len(known) + 1}" if known else "the communicator"
+            self.names[number] = f"{which} of {whose}"
+        return self.names[number]
 
     def carry(
         self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool
@@ -429,6 +445,16 @@ class SimulatedComm(Closing):
         self.rank: int = self.members.index(local.number)
         self.size: int = len(self.members)
 
+    @cached_property
+    def _name(self) -> str:
+        """What it is called in sentences."""
+        return self._board.name(self._number, self.members)
+
+    @cached_property
+    def _beside(self) -> str:
+        """What a message is said to be sent on, if it is not the world."""
+        return "" if self._name == EVERYONE else f" on {self._name}"
+
     # ---- messages between two ranks ----
 
     def isend(
@@ -443,7 +469,10 @@ class SimulatedComm(Closing):
         self._scheduler.begin_call(local)
         memory = as_bytes(data)
         request = self._open(
-            f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to]
+            f"send to rank {self.members[to]} with tag {tag}{self._beside}",
+            memory,
+            False,
+            self.members[to],
         )
         request.envelope = self.rank, tag, data.dtype
         leaves = memory.nbytes <= (board.eager_bytes if eager_bytes is None else eager_bytes)
@@ -491,7 +520,7 @@ class SimulatedComm(Closing):
         """
         local = self._local
         self._scheduler.begin_call(local)
-        request = self._open(f"receive from {senders}", memory, True, *partners)
+        request = self._open(f"receive from {senders}{self._beside}", memory, True, *partners)
         request.envelope = envelope
         queue = self._queue(partners[0], local.number, envelope[1])
         message = message or queue.take_send(request)
@@ -725,7 +754,7 @@ class SimulatedComm(Closing):
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
         request = self._open(
-            f"{signature[0]} (collective {number + 1} of its communicator)",
+            f"{signature[0]} (collective {number + 1} of {self._name})",
             memory,
             True,
             reads=reads,

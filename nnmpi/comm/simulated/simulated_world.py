@@ -22,11 +22,13 @@ from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import nnmpi.base.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.base.errors import CommError, check_int, note_read_only, number
+from nnmpi.base.ownership import SimulatedOwner, owner
 from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank
@@ -176,11 +178,13 @@ def play(main: Callable[[Group], T], board: MessageBoard, check: bool = True) ->
     scheduler = board.scheduler
     ranks = len(scheduler.ranks)
     results: list[T | None] = [None] * ranks
+    owners = WeakKeyDictionary[object, int]()
 
     def live(number: int) -> None:
         world = SimulatedWorld(board, scheduler.ranks[number])
         group = Group(world.comm, private=True)
         simulated_ranks.set(group)
+        owner.set(SimulatedOwner(number, owners))
         with clock.using(world):
             results[number] = main(group)
 

@@ -15,14 +15,14 @@ A collective is an exchange: each rank gives parts to its targets and takes thos
 import warnings
 from functools import partial, partialmethod
 from itertools import pairwise, zip_longest
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from nnmpi.base.errors import CommError, check_int
+from nnmpi.base.errors import CommError
 from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines
-from nnmpi.teaching.mpi_front.datatypes import BYTE, buffer, find_bytes
+from nnmpi.teaching.mpi_front.datatypes import BYTE, Datatype, find_bytes
 from nnmpi.teaching.mpi_front.handles import (
     ANY,
     CONGRUENT,
@@ -35,6 +35,7 @@ from nnmpi.teaching.mpi_front.handles import (
     FrontGroup,
     FrontHandle,
     Info,
+    as_int,
     local,
 )
 from nnmpi.teaching.mpi_front.messages import (
@@ -44,6 +45,7 @@ from nnmpi.teaching.mpi_front.messages import (
     read,
     read_parts,
     unpack,
+    whole,
 )
 from nnmpi.teaching.mpi_front.reductions import Op
 from nnmpi.teaching.mpi_front.requests import (
@@ -56,6 +58,7 @@ from nnmpi.teaching.mpi_front.requests import (
     start_send,
 )
 
+DEFAULT = object()  # a reduction that is not given: SUM
 GRAPH, CART, DIST_GRAPH = 1, 2, 3
 BUFFER_AUTOMATIC = "BUFFER_AUTOMATIC"
 SHARED, HW_UNGUIDED, HW_GUIDED, RESOURCE_GUIDED = range(4)
@@ -75,8 +78,29 @@ def fold(combine, values):
 
 def check_tag(name, tag, least):
     """Refuse a tag that a call does not take."""
-    if check_int(f"{name}'s tag", tag, -inf) < least:
+    if as_int(tag) < least:
         raise Exception("ERR_TAG", f"{name}'s tag is {tag}; give {least} or more")
+    return as_int(tag)
+
+
+def is_in_place(buffer):
+    """Return whether a rank's own part stays where it is, which mpi4py takes None for, too."""
+    return buffer is None or buffer is IN_PLACE
+
+
+def refuse_in_place(name, which, buffer):
+    """Refuse MPI.IN_PLACE for a buffer that is read or written.
+
+    Raises:
+        Exception: as MPI does, when all arguments are known to be messages.
+    """
+    if buffer is IN_PLACE:
+        raise Exception(
+            "ERR_ARG",
+            f"{name} has MPI.IN_PLACE for a {which} buffer that this rank needs; it stands for what"
+            " would only move within a rank: for what is sent where the result comes, and for what"
+            " the root of a scatter receives",
+        )
 
 
 class FrontComm(FrontHandle):
@@ -118,8 +142,6 @@ class FrontComm(FrontHandle):
         """Return the number of ranks."""
         return self.size
 
-    Get_remote_size, remote_size = Get_size, size
-
     def Get_group(self):
         """Return its ranks."""
         return FrontGroup._made(self._wire.members)
@@ -142,6 +164,8 @@ class FrontComm(FrontHandle):
 
     def Set_name(self, name):
         """Set its name."""
+        if not isinstance(name, str | bytes):
+            raise TypeError(f"{name!r} is given for a text")
         self._wire.name = name
 
     name = property(Get_name, Set_name)
@@ -158,7 +182,9 @@ class FrontComm(FrontHandle):
 
     def Get_attr(self, keyval):
         """Return the value of one of MPI's keys, or None."""
-        return local()._attributes.get(keyval)
+        if keyval not in local()._attributes:
+            raise Exception("ERR_OTHER", f"{keyval} is no key of an attribute")
+        return local()._attributes[keyval]
 
     def Get_errhandler(self):
         """Return what an error does: it raises an exception."""
@@ -174,7 +200,7 @@ class FrontComm(FrontHandle):
 
     def Compare(self, other):
         """Return IDENT, CONGRUENT for the same ranks, SIMILAR for another order, or UNEQUAL."""
-        if self._wire is other._wire:
+        if self._wire is FrontComm._checked(other)._wire:
             return IDENT
         result = self.Get_group().Compare(other.Get_group())
         return {IDENT: CONGRUENT, SIMILAR: SIMILAR, UNEQUAL: UNEQUAL}[result]
@@ -185,13 +211,14 @@ class FrontComm(FrontHandle):
         raise Abandoned
 
     def _among(self, rank, error="ERR_RANK"):
-        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
+        rank = as_int(rank)
+        if not 0 <= rank < self.size:
             raise Exception(
                 error,
                 f"there is no rank {rank!r} in this communicator, whose ranks are 0 to"
                 f" {self.size - 1}",
             )
-        return int(rank)
+        return rank
 
     # ---- buffers of MPI_Bsend ----
 
@@ -215,36 +242,39 @@ class FrontComm(FrontHandle):
     def _start_send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
         return self._prepare_send(name, buf, dest, tag, obj)()
 
-    def _prepare_send(self, name, buf, dest, tag, obj=None):
+    def _prepare_send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
         """Check the arguments of a send; return a function that starts it."""
-        check_tag(name, tag, 0)
-        if dest != PROC_NULL:
+        data, dest = None, as_int(dest)
+        if dest != PROC_NULL:  # to nobody: the message is not looked at
+            data = pack(obj if buf is None else buf) if name.islower() else read(buf)
             self._among(dest)
-        value = obj if buf is None else buf
+        tag = check_tag(name, tag, 0)
         base = name.lower().removeprefix("i").removesuffix("_init")
-        if base == "bsend" and local()._attached is None:
-            raise Exception("ERR_BUFFER", "a buffered send needs MPI.Attach_buffer before")
-        data = pack(value) if name.islower() else read(buf)
         eager = {"ssend": -1, "bsend": np.inf}.get(base)
-        return partial(start_send, self._wire, data, dest, tag, eager)
+
+        def start():
+            if base == "bsend" and data is not None:
+                check_room(data.nbytes)
+            return start_send(self._wire, data, dest, tag, eager)
+
+        return start
 
     def _start_receive(self, name, buf=None, source=ANY, tag=ANY):
         return self._prepare_receive(name, buf, source, tag)()
 
-    def _prepare_receive(self, name, buf, source, tag):
+    def _prepare_receive(self, name, buf=None, source=ANY, tag=ANY):
         """Check the arguments of a receive; return a function that starts it."""
-        if source not in (ANY, PROC_NULL):
-            self._among(source)
-        check_tag(name, tag, ANY)
+        into, source = None, as_int(source)
         if not name.islower():
-            into = read(buf)
+            into = None if source == PROC_NULL else read(buf)
         elif name == "recv":
-            into = None
             if buf is not None and not isinstance(buf, int):
                 warnings.warn("recv ignores its buffer", UserWarning, stacklevel=4)
         else:
             into = ROOM_BYTES if buf is None else buf if isinstance(buf, int) else len(buf)
-        return partial(start_receive, self._wire, into, source, tag)
+        if source not in (ANY, PROC_NULL):
+            self._among(source)
+        return partial(start_receive, self._wire, into, source, check_tag(name, tag, ANY))
 
     def _receive(self, name, buf=None, source=ANY, tag=ANY, status=None):
         return Request._of(self._start_receive(name, buf, source, tag))._finish(status)
@@ -252,17 +282,17 @@ class FrontComm(FrontHandle):
     def _start_both(
         self, name, sendbuf=None, dest=PROC_NULL, sendtag=0, recvbuf=None, source=ANY, recvtag=ANY
     ):
-        send = self._prepare_send("Isend", sendbuf, dest, sendtag)
+        dest = as_int(dest)
         receive = self._prepare_receive("Irecv", recvbuf, source, recvtag)
+        send = self._prepare_send("Isend", sendbuf, dest, sendtag)
         got, sent = receive(), send()
         return Operation(self._wire, [*got.started, *sent.started], got.finish, got.status)
 
     def _start_replace(self, name, buf, dest=PROC_NULL, sendtag=0, source=ANY, recvtag=ANY):
         part = read(buf)
-        into = np.empty(part.nbytes, BYTE).view(part.kind)
-        both = self._start_both(
-            name, np.array(part.read()).view(part.kind), dest, sendtag, into, source, recvtag
-        )
+        into, kind = np.empty(part.nbytes, BYTE), Datatype._plain(part.kind)
+        sent = np.array(part.read())
+        both = self._start_both(name, [sent, kind], dest, sendtag, [into, kind], source, recvtag)
         if source != PROC_NULL:
             received = both.started[0]
             both.finish = lambda: part.write(received.envelope[2])
@@ -308,6 +338,7 @@ class FrontComm(FrontHandle):
         return self._look(source, tag, status, take, self._wire.await_message)
 
     def _look(self, source, tag, status, take, find=None):
+        source, tag = as_int(source), check_tag("a probe", tag, ANY)
         if source == PROC_NULL:
             if status is not None:
                 status._set(PROC_NULL, ANY, 0, 0, 0)
@@ -371,11 +402,13 @@ class FrontComm(FrontHandle):
                 f"{size // dtype.itemsize} {dtype}"
                 for size, dtype in ((len(data), kind), (into.nbytes, into.kind))
             )
-            raise CommError(
+            text = (
                 f"{name}: {sent} are sent ({describe_lines(lines)}) to"
                 f" rank {self.rank} of its communicator, where there is room for"
                 f" {room} ({describe_lines(self._wire._scheduler.find_lines())})"
             )
+            # MPI sees that there is too little room, but no other difference
+            raise Exception("ERR_TRUNCATE", text) if len(data) > into.nbytes else CommError(text)
         if not into._memory.flags.writeable:
             raise BufferError("a message cannot be received into an array that is read-only")
         into.write(data)
@@ -400,8 +433,9 @@ class FrontComm(FrontHandle):
         targets, sources, words = self._rule(name, self._among(root, "ERR_ROOT"))
         base = name.removesuffix("_init").lower()
         scattered = "scatter" in base or "alltoall" in base
-        in_place = sendbuf is IN_PLACE or (sendbuf is None and "scatter" not in base and sources)
-        kept = recvbuf is IN_PLACE or (recvbuf is None and "scatter" in base and bool(targets))
+        stays = "scatter" not in base and "bcast" not in base
+        in_place = stays and bool(sources) and is_in_place(sendbuf)
+        kept = "scatter" in base and bool(targets) and is_in_place(recvbuf)
         count = self.size if scattered else 1
         how = name.removesuffix("_init")
         takes_part = "plain" if "scatter" in base or "bcast" in base else how
@@ -411,11 +445,15 @@ class FrontComm(FrontHandle):
             pass
         elif "bcast" in base:
             given = into
-        elif in_place:
-            given = into if scattered else [into[self.rank]]
-        else:
+        elif not in_place:
             gives_part = how if scattered else "plain"
             given = self._parts(gives_part, sendbuf, range(count))
+        if targets and not in_place:
+            refuse_in_place(name, "send", sendbuf)
+        if sources and not kept:
+            refuse_in_place(name, "receive", recvbuf)
+        if in_place:
+            given = into if scattered else [into[self.rank]]
 
         def finish(taken):
             for (data, kind, lines), part, source in zip(taken, into, sources, strict=False):
@@ -465,8 +503,8 @@ class FrontComm(FrontHandle):
             return range(self.size) if self.rank == root else [], [f"root {root}"]
         return range(self.size), []
 
-    def _combine(self, name, sendobj, op="SUM", root=0):
-        op = Op._find(local().SUM if op == "SUM" else op)
+    def _combine(self, name, sendobj, op=DEFAULT, root=0):
+        op = Op._find(local().SUM if op is DEFAULT else op)
         sources, words = self._sources(name, self._among(root, "ERR_ROOT"))
 
         def finish(taken):
@@ -476,26 +514,31 @@ class FrontComm(FrontHandle):
         everyone = range(self.size)
         return self._exchange(name, [*words, repr(op)], part, everyone, sources, finish).wait()
 
-    def _start_reduce(self, name, sendbuf, recvbuf=None, op=None, root=0, recvcounts=None):
-        op = Op._find(local().SUM if op is None else op)
+    def _start_reduce(self, name, sendbuf, recvbuf, op=DEFAULT, root=0, recvcounts=None):
+        op = Op._of_arrays(local().SUM if op is DEFAULT else op)
         root = self._among(root, "ERR_ROOT")
         sources, words = self._sources(name, root)
         scattered = "scatter" in name
-        in_place = sendbuf is IN_PLACE or (sendbuf is None and recvbuf is not None)
-        into: Any = read(recvbuf) if recvbuf is not None and (sources or in_place) else None
+        takes = "scan" in name.lower() or bool(sources)  # whether the rank's result is looked at
+        in_place = takes and is_in_place(sendbuf)
+        into: Any = read(recvbuf) if takes else None
         mine = into if in_place else read(sendbuf)
-        if into is not None and not in_place and into.kind != mine.kind:
+        if into is not None and into.kind != mine.kind:
             raise ValueError(
                 f"{name} sends {mine.kind} and receives {into.kind}; give both one datatype"
             )
-        op._check(mine.kind)
         width, counts = mine.kind.itemsize, None
         if scattered:
             counts = self._counts(name, mine, into, in_place, recvcounts, width)
-        elif into is not None and into.nbytes != mine.nbytes and sources:
+        elif into is not None and into.nbytes != mine.nbytes:
             raise ValueError(
                 f"{name} sends {mine.nbytes} bytes and receives {into.nbytes}; give both one length"
             )
+        if not in_place:
+            refuse_in_place(name, "send", sendbuf)
+        if takes:
+            refuse_in_place(name, "receive", recvbuf)
+        op._check(mine.kind)
 
         def finish(taken):
             if not taken:
@@ -531,19 +574,23 @@ class FrontComm(FrontHandle):
             own = each if in_place else own
             counts = [each] * self.size
         elif recvcounts is None and in_place:
-            raise ValueError(f"{name} with MPI.IN_PLACE needs recvcounts")
+            raise TypeError(f"{name} with MPI.IN_PLACE needs recvcounts")
         elif recvcounts is None:
             counts = [*self.allgather(own)]
         else:
             counts = [int(item) for item in recvcounts]
-        if sum(counts) != total or (not in_place and counts[self.rank] != own):
+        if (
+            len(counts) != self.size
+            or sum(counts) != total
+            or (not in_place and counts[self.rank] != own)
+        ):
             raise ValueError(
                 f"{name} has {total} elements for counts {counts}, and receives {own}; counts add"
                 " up to what is sent"
             )
         return counts
 
-    def _start_reduce_scatter(self, name, sendbuf, recvbuf, recvcounts=None, op=None):
+    def _start_reduce_scatter(self, name, sendbuf, recvbuf, recvcounts=None, op=DEFAULT):
         return self._start_reduce(name, sendbuf, recvbuf, op, 0, recvcounts)
 
     # ---- other communicators ----
@@ -560,6 +607,8 @@ class FrontComm(FrontHandle):
 
     def Split_type(self, split_type, key=0, info=None):
         """Return the communicator of this rank's node; COMM_NULL for a type that has none."""
+        if split_type not in (UNDEFINED, SHARED, HW_UNGUIDED, HW_GUIDED, RESOURCE_GUIDED):
+            raise Exception("ERR_ARG", f"{split_type} is no type of MPI.COMM_TYPE_...")
         hints = (info._value if info is not None else None) or {}
         shared = split_type == SHARED or (
             split_type in (HW_GUIDED, RESOURCE_GUIDED) and hints.get(RESOURCE) == NODE
@@ -583,11 +632,12 @@ class FrontComm(FrontHandle):
 
     def Create(self, group):
         """Return the communicator of a group's ranks; COMM_NULL on other ranks."""
-        rank = group._find(self._wire._local.number)
+        rank = FrontGroup._checked(group)._find(self._wire._local.number)
         return self._split(UNDEFINED if rank == UNDEFINED else 0, max(rank, 0))
 
     def Create_group(self, group, tag=0):
         """Return the communicator of a group's ranks, which alone call this."""
+        tag = check_tag("Create_group", tag, 0)
         return make_from_group(self._wire, group, ("group", self._wire._number, tag))
 
     Disconnect = FrontHandle.Free
@@ -604,19 +654,19 @@ class Intracomm(FrontComm):
     def _with_topology(self, topology, inside=True):
         wire = self._wire.split(0 if inside else 1, self.rank)
         if not inside:
-            return Intracomm()
+            return topology.kind()
         wire.topology = topology
         return topology.kind._of(wire)
 
     def Create_cart(self, dims, periods=None, reorder=False):
         """Return a grid of the first ranks, row by row; COMM_NULL on the other ranks."""
-        dims = [int(item) for item in np.atleast_1d(dims)]
+        dims = whole(dims)
         periods = [] if periods is None and not dims else False if periods is None else periods
         if np.ndim(periods) and len(periods) != len(dims):
             raise ValueError(f"{len(periods)} periods are given for {len(dims)} dimensions")
         periods = [int(bool(item)) for item in np.broadcast_to(periods, len(dims))]
         cells = prod(dims)
-        if not 0 < cells <= self.size:
+        if min(dims, default=1) < 0 or not 0 < cells <= self.size:
             raise Exception(
                 "ERR_ARG", f"a grid of {dims} does not fit a communicator of {self.size} ranks"
             )
@@ -624,13 +674,25 @@ class Intracomm(FrontComm):
 
     def Cart_map(self, dims, periods=None):
         """Return this rank's number in such a grid."""
-        return self.rank if self.rank < prod(np.atleast_1d(dims)) else UNDEFINED
+        if np.ndim(periods) and len(periods) != len(dims):
+            raise ValueError(f"{len(periods)} periods are given for {len(dims)} dimensions")
+        return self.rank if self.rank < prod(whole(dims)) else UNDEFINED
 
     def Create_graph(self, index, edges, reorder=False):
         """Return a graph; see MPI_Graph_create."""
         index = [*index]
-        index = index[1:] if index and index[0] == 0 else index
-        return self._with_topology(Graph(index, [*edges]), self.rank < len(index))
+        index, edges = whole(index[1:] if index and index[0] == 0 else index), whole(edges)
+        last = index[-1] if index else 0
+        if (
+            len(index) > self.size
+            or any(after < before for before, after in pairwise([0, *index]))
+            or len(edges) < last
+            or not all(0 <= edge < len(index) for edge in edges[:last])
+        ):
+            raise Exception(
+                "ERR_ARG", f"index {index} and edges {edges} are no graph of {self.size} ranks"
+            )
+        return self._with_topology(Graph(index, edges[:last]), self.rank < len(index))
 
     def Graph_map(self, index, edges):
         """Return this rank's number in such a graph."""
@@ -657,7 +719,12 @@ class Intracomm(FrontComm):
         self, sources, degrees, destinations, weights=None, info=None, reorder=False
     ):
         """Return a graph of which each rank knows some edges."""
-        degrees = [degrees] * len(sources) if isinstance(degrees, int) else [*degrees]
+        degrees, destinations = whole(degrees), whole(destinations)
+        if min(degrees, default=0) < 0 or sum(degrees) != len(destinations):
+            raise ValueError(f"{len(destinations)} destinations are given for degrees {degrees}")
+        for rank in (*sources, *destinations):
+            if not 0 <= rank < self.size:
+                raise Exception("ERR_ARG", f"there is no rank {rank} for an edge of a graph")
         numbers = _weights(weights, len(destinations))
         begins = [sum(degrees[:at]) for at in range(len(degrees) + 1)]
         edges = [
@@ -690,6 +757,8 @@ def _weights(weights, number):
 class Intercomm(FrontComm):
     """A communicator of two groups, which the simulated MPI cannot make."""
 
+    Get_remote_size, remote_size = FrontComm.Get_size, FrontComm.size
+
 
 UNWEIGHTED, WEIGHTS_EMPTY = "UNWEIGHTED", "WEIGHTS_EMPTY"
 
@@ -715,11 +784,13 @@ class Topocomm(Intracomm):
         how = name.removesuffix("_init")
         to_all = "all" in how and "gather" in how
         vector = how if how[-1] in "vw" else "plain"
-        into = read_parts(vector, recvbuf, len(sources)) if sources else []
         if to_all:
             given = [read(sendbuf)] * len(targets)
         else:
             given = read_parts(vector, sendbuf, len(targets)) if targets else []
+        into = read_parts(vector, recvbuf, len(sources)) if sources else []
+        refuse_in_place(name, "send", sendbuf)
+        refuse_in_place(name, "receive", recvbuf)
         return self._neighbor_messages(given, into)
 
     def _neighbor_messages(self, given, into):
@@ -846,12 +917,18 @@ class Cartcomm(Topocomm):
         return self._wire.topology.find_coords(self._among(rank))
 
     def Get_cart_rank(self, coords):
-        """Return the rank at these coordinates; PROC_NULL outside of the grid."""
-        return self._wire.topology.find_rank(coords)
+        """Return the rank at these coordinates."""
+        coords = whole(coords)
+        rank = self._wire.topology.find_rank(coords)
+        if rank == PROC_NULL:
+            raise Exception("ERR_ARG", f"{coords} is outside of a grid of {self.dims} ranks")
+        return rank
 
     def Shift(self, direction, disp):
         """Return the source and the target of a shift along an axis."""
-        find = self._wire.topology.shift
+        find, direction = self._wire.topology.shift, as_int(direction)
+        if not 0 <= direction < self.dim:
+            raise Exception("ERR_DIMS", f"there is no axis {direction} in a grid of {self.dims}")
         return find(self.rank, direction, -disp), find(self.rank, direction, disp)
 
     def Sub(self, remain_dims):
@@ -928,16 +1005,51 @@ def make_from_group(wire, group, key):
 
 
 def attach(buf):
-    """Give memory to buffered sends."""
-    if buf is not BUFFER_AUTOMATIC and not find_bytes(buf)[0].flags.writeable:
-        raise BufferError("the memory for buffered sends is read-only")
+    """Give memory to buffered sends.
+
+    Raises:
+        Exception: if they have memory already, or get none.
+    """
+    buf = BUFFER_AUTOMATIC if buf is None else buf
+    if buf is not BUFFER_AUTOMATIC:
+        memory, _ = find_bytes(buf)
+        if not memory.flags.writeable:
+            raise BufferError("the memory for buffered sends is read-only")
+        if not memory.size:
+            raise Exception("ERR_BUFFER", "the memory for buffered sends is empty")
+    if local()._attached is not None:
+        raise Exception("ERR_BUFFER", "buffered sends have memory; MPI.Detach_buffer takes it back")
     local()._attached = buf
 
 
+def check_room(nbytes):
+    """Refuse a buffered send without memory for it.
+
+    Raises:
+        Exception: if none is attached, or less than the message takes alone.
+    """
+    buf = local()._attached
+    if buf is None:
+        raise Exception("ERR_BUFFER", "a buffered send needs MPI.Attach_buffer before")
+    if buf is not BUFFER_AUTOMATIC:
+        room, needed = find_bytes(buf)[0].size, nbytes + local().BSEND_OVERHEAD
+        if needed > room:
+            raise Exception(
+                "ERR_BUFFER",
+                f"a buffered message takes {needed} bytes, of {room} that are attached",
+            )
+
+
 def detach():
-    """Take the memory back."""
+    """Take the memory back, and return it.
+
+    Raises:
+        Exception: if there is none.
+    """
     buf, local()._attached = local()._attached, None
-    return buf if buf is BUFFER_AUTOMATIC else buffer.frombuffer(buf)
+    if buf is None:
+        raise Exception("ERR_BUFFER", "buffered sends have no memory that could be taken back")
+    return buf
 
 
 def _memory_of(parts):
@@ -966,8 +1078,13 @@ def _started(name, start):
 
 
 def _persistent(name, start):
+    prepare = _PREPARED.get(start)
+
     def call(self, *args, info=None, **named):
-        return Prequest._of(Operation(self._wire, start=lambda: start(self, name, *args, **named)))
+        begin = partial(start, self, name, *args, **named)
+        if prepare is not None:  # a wrong argument is refused here
+            begin = prepare(self, name, *args, **named)
+        return Prequest._of(Operation(self._wire, start=begin))
 
     return call
 
@@ -976,6 +1093,10 @@ def _plain(name, function):
     return partialmethod(function, name)
 
 
+_PREPARED = {
+    FrontComm._start_send: FrontComm._prepare_send,
+    FrontComm._start_receive: FrontComm._prepare_receive,
+}
 # Operations that have a blocking, a non-blocking and a persistent form, and these calls of each.
 FORMS = (
     (FrontComm, FrontComm._start_send, "Send Ssend Bsend Rsend"),

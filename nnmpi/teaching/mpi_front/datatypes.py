@@ -82,13 +82,14 @@ class Datatype(FrontHandle):
 
     @classmethod
     def fromcode(cls, code):
-        """Return the datatype of a code of NumPy's or of `array`'s."""
-        try:
-            dtype = BYTE if code == "c" else np.dtype(code)
-            assert code.isprintable()
-        except (AssertionError, TypeError):
-            raise KeyError(code) from None
-        return cls._plain(dtype, code)
+        """Return the datatype of a code of NumPy's or of `array`'s.
+
+        Raises:
+            ValueError: for another.
+        """
+        if code not in _CODES:
+            raise ValueError(f"there is no datatype for the code {code!r}")
+        return cls._plain(_CODES[code], code)
 
     def tocode(self):
         """Return the code."""
@@ -135,7 +136,7 @@ class Datatype(FrontHandle):
         blocks: list[tuple[int, int]] = []
         lows, highs, dtypes = [], [], set()
         for length, offset, kind in zip(blocklengths, displacements, datatypes, strict=True):
-            one = kind._layout()
+            one = cls._checked(kind)._layout()
             for at in range(offset, offset + length * one.extent, one.extent or 1):
                 for begin, nbytes in one.blocks:
                     if blocks and sum(blocks[-1]) == at + begin:
@@ -185,6 +186,8 @@ class Datatype(FrontHandle):
 
     def Create_subarray(self, sizes, subsizes, starts, order=0):
         """Return a part of an array; order is ORDER_C or ORDER_FORTRAN."""
+        if order not in (0, 1):
+            raise Exception("ERR_ARG", f"the order is {order}; give MPI.ORDER_C or ORDER_FORTRAN")
         letter: Any = "CF"[order]
         for size, length, at in zip(sizes, subsizes, starts, strict=True):
             if not (at >= 0 and 0 < length <= size - at):
@@ -193,6 +196,35 @@ class Datatype(FrontHandle):
         part = whole[tuple(slice(at, at + n) for at, n in zip(starts, subsizes, strict=True))]
         places = part.reshape(-1, order=letter).tolist()
         return self.Create_indexed_block(1, places).Create_resized(0, whole.size * self.extent)
+
+
+# Codes of datatypes: those of `array`, of NumPy, and of Python's buffers.
+_CODES = {
+    code: np.dtype(code)
+    for code in (*"?bBhHiIlLqQefdgFDG", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4")
+    + ("f8", "c8", "c16")
+} | {
+    "c": BYTE,
+    "S": np.dtype("i1"),
+    "u": np.dtype("u2"),
+    **dict.fromkeys("Uw", np.dtype("u4")),
+    **dict.fromkeys("pPnNmM", np.dtype("i8")),
+    **{f"Z{code}": np.dtype(code.upper()) for code in "fdg"},
+}
+
+
+def datatype_of(dtype):
+    """Return the datatype of an array's elements.
+
+    Raises:
+        KeyError: for elements that MPI has no datatype for, such as texts.
+    """
+    if dtype.kind not in "biufc" and dtype.char != "c":
+        raise KeyError(
+            f"MPI has no datatype for elements of {dtype}; send [array, MPI.BYTE], or use the call"
+            " in small letters"
+        )
+    return Datatype._plain(dtype)
 
 
 DATATYPES = {
@@ -338,6 +370,10 @@ def find_bytes(obj):
         ) from None
     if array.dtype.hasobject:
         raise TypeError("an array of objects is no buffer; send it by the call in small letters")
+    if array.dtype.kind in "Mm":
+        raise BufferError(f"Python has no buffer of {array.dtype}; send array.view('i8')")
+    if array.dtype.kind == "U" and array is not obj:  # of Python's module array
+        array = array.view("u4")
     if array.flags.f_contiguous:
         array = array.T
     if not array.flags.c_contiguous:

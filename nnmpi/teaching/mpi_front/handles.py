@@ -6,6 +6,7 @@ equal; a handle that is null, because nothing was made or it was freed, is false
 
 import sys
 from collections.abc import Iterable
+from operator import eq, le, lt
 from types import ModuleType
 from typing import Any
 
@@ -44,11 +45,46 @@ class Exception(CommError, RuntimeError):  # noqa: A001 (mpi4py's name)
         return self.error_class
 
     Get_error_code = Get_error_class
-    __int__ = Get_error_class
+    __int__ = __hash__ = Get_error_class
+
+    def _compare(self, other, operator):
+        return operator(self.error_class, int(other)) if isinstance(other, int | Exception) else (
+            NotImplemented
+        )  # fmt: skip
+
+    def __eq__(self, other):
+        return self._compare(other, eq)
+
+    def __lt__(self, other):
+        return self._compare(other, lt)
+
+    def __le__(self, other):
+        return self._compare(other, le)
+
+    def __bool__(self):
+        return self.error_class != 0
 
     def Get_error_string(self):
         """Return what is wrong."""
         return self.error_string
+
+
+def as_int(value):
+    """Return an argument that is a C int to MPI, of which mpi4py cuts a float's fraction off.
+
+    Raises:
+        TypeError: for what is no number.
+        OverflowError: for a number that an int has no room for.
+    """
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is given for a whole number")
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{value!r} is given for a whole number") from None
+    if not -(2**31) <= number < 2**31:
+        raise OverflowError(f"{number} is too large for an int of MPI")
+    return number
 
 
 def refuse(self, name):
@@ -72,6 +108,17 @@ class FrontHandle:
 
     __getattr__ = refuse
     _value: Any = None
+
+    @classmethod
+    def _checked(cls, other):
+        """Return an argument that must be such a handle.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        if not isinstance(other, cls):
+            raise TypeError(f"{other!r} is given for a {cls.__name__}")
+        return other
 
     def __init_subclass__(cls):
         if is_own(cls):  # not a program's: where pickle finds it, under mpi4py's name
@@ -204,7 +251,7 @@ class FrontGroup(FrontHandle):
 
     def Compare(self, other):
         """Return IDENT, SIMILAR for another order, or UNEQUAL."""
-        mine, others = self._ranks(), other._ranks()
+        mine, others = self._both(self, other)
         return IDENT if mine == others else SIMILAR if {*mine} == {*others} else UNEQUAL
 
     def Translate_ranks(self, ranks=None, group=None):
@@ -219,17 +266,27 @@ class FrontGroup(FrontHandle):
         """Return a copy."""
         return self._made(list(self._ranks()))
 
-    def Union(self, other):
-        """Return the ranks of both, this group's first."""
-        return self._made(dict.fromkeys(self._ranks() + other._ranks()))
+    @classmethod
+    def Union(cls, group1, group2):
+        """Return the ranks of both, the first group's first."""
+        first, second = cls._both(group1, group2)
+        return cls._made(dict.fromkeys(first + second))
 
-    def Intersection(self, other):
-        """Return this group's ranks that are in the other, too."""
-        return self._made(rank for rank in self._ranks() if rank in other._ranks())
+    @classmethod
+    def Intersection(cls, group1, group2):
+        """Return the first group's ranks that are in the other, too."""
+        first, second = cls._both(group1, group2)
+        return cls._made(rank for rank in first if rank in second)
 
-    def Difference(self, other):
-        """Return this group's ranks that are not in the other."""
-        return self._made(rank for rank in self._ranks() if rank not in other._ranks())
+    @classmethod
+    def Difference(cls, group1, group2):
+        """Return the first group's ranks that are not in the other."""
+        first, second = cls._both(group1, group2)
+        return cls._made(rank for rank in first if rank not in second)
+
+    @classmethod
+    def _both(cls, *groups):
+        return [cls._checked(group)._ranks() for group in groups]
 
     def Incl(self, ranks):
         """Return some ranks, in the given order."""
@@ -240,17 +297,17 @@ class FrontGroup(FrontHandle):
 
     def Excl(self, ranks):
         """Return all ranks but some."""
-        left = {*self._at(ranks)}
+        left = {*self.Incl(ranks)._ranks()}
         return self._made(rank for rank in self._ranks() if rank not in left)
 
     @staticmethod
     def _spread(ranks):
-        return [
-            rank
-            for first, last, *step in ranks
-            for stride in [step[0] if step else 1]
-            for rank in range(first, last + (1 if stride > 0 else -1), stride)
-        ]
+        found: list[int] = []
+        for first, last, stride in ranks:
+            if stride == 0 or (last - first) * stride < 0:
+                raise Exception("ERR_ARG", f"steps of {stride} lead from {first} to no {last}")
+            found += range(first, last + (1 if stride > 0 else -1), stride)
+        return found
 
     def Range_incl(self, ranks):
         """Return the ranks of (first, last, step)."""
@@ -271,6 +328,8 @@ class Info(FrontHandle):
 
     def Set(self, key, value):
         """Set a hint."""
+        if not isinstance(value, str | bytes):
+            raise TypeError(f"the hint {key!r} is {value!r}; give a text")
         self._given()[key] = value
 
     def Get(self, key):
@@ -290,4 +349,7 @@ class Info(FrontHandle):
         """Return a copy."""
         return self.Create(self._given())
 
-    __setitem__, __getitem__, __delitem__, __len__ = Set, Get, Delete, Get_nkeys
+    def __getitem__(self, key):
+        return self._given()[key]
+
+    __setitem__, __delitem__, __len__ = Set, Delete, Get_nkeys

@@ -19,7 +19,13 @@ from nnmpi.base.shard import split
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import describe_lines
 from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm
-from nnmpi.teaching.mpi_front.datatypes import BYTE, Datatype, bytes_at, find_bytes
+from nnmpi.teaching.mpi_front.datatypes import (
+    BYTE,
+    Datatype,
+    bytes_at,
+    datatype_of,
+    find_bytes,
+)
 from nnmpi.teaching.mpi_front.handles import ANY, Exception, local
 
 PICKLED = np.dtype([("pickle", "u1")])
@@ -82,7 +88,12 @@ class BufferPart:
         self._memory[where] = data
 
 
-def _whole(values):
+def whole(values):
+    """Return whole numbers as a list.
+
+    Raises:
+        TypeError: for others.
+    """
     try:
         return [operator.index(item) for item in values]
     except TypeError:
@@ -97,14 +108,21 @@ def _look(buffer, datatype, count=1, offset=None):
     """
     if buffer is BOTTOM:
         memory, dtype = None, BYTE
+    elif buffer is None or buffer is IN_PLACE:
+        memory, dtype = np.empty(0, BYTE), BYTE
     else:
-        memory, dtype = (np.empty(0, BYTE), BYTE) if buffer is None else find_bytes(buffer)
+        if datatype is None and getattr(getattr(buffer, "dtype", None), "hasobject", False):
+            datatype_of(buffer.dtype)
+        memory, dtype = find_bytes(buffer)
     if isinstance(datatype, str):
-        datatype = Datatype.fromcode(datatype)
+        try:
+            datatype = Datatype.fromcode(datatype)
+        except ValueError as error:
+            raise KeyError(str(error)) from None
     elif datatype is None:
         if dtype is None:
             raise BufferError("the array's byte order is not the machine's; convert it first")
-        datatype = Datatype._plain(dtype)
+        datatype = datatype_of(dtype)
     if not isinstance(datatype, Datatype):
         raise TypeError(f"{datatype!r} is no datatype")
     if not datatype and (count is None or offset is not None):
@@ -120,6 +138,8 @@ def _unpack(spec, *pairs):
     Args:
         pairs: the types of (counts, offsets); a list may be a count for each rank instead.
     """
+    if spec is None:
+        raise TypeError("None is no message; give an array, or [array, ...]")
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -152,7 +172,7 @@ def read(spec, parts=0):
     buffer, number, offset, datatype = _unpack(spec, tuple, list)
     memory, datatype = _look(buffer, datatype, number, offset)
     extent, size = datatype.extent, 0 if memory is None else memory.size
-    (offset,) = _whole([0 if offset is None else offset])
+    (offset,) = whole([0 if offset is None else offset])
     if number is None:
         number, rest = divmod(size - offset * extent, extent) if size else (0, 0)
         blocks = max(parts, 1)
@@ -163,7 +183,7 @@ def read(spec, parts=0):
                 f" bytes{f' for each of {blocks} ranks' if blocks > 1 else ''}; give counts"
             )
         number //= blocks
-    (number,) = _whole([number])
+    (number,) = whole([number])
     if number < 0 or (memory is not None and not 0 <= offset * extent <= size):
         raise ValueError(
             f"a message of {number} elements from element {offset} on, of a buffer of {size} bytes"
@@ -185,10 +205,12 @@ def read_vector(spec, parts):
             raise ValueError(f"a buffer of {size} bytes has no whole number of {extent} bytes")
         counts = [*map(len, split(size // extent, parts))]
     counts = _spread(counts, parts)
+    if min(counts, default=0) < 0:
+        raise Exception("ERR_COUNT", f"a message cannot have {min(counts)} elements")
     if offsets is None:
         offsets = [*accumulate([0, *counts])][:parts]
     elif np.ndim(offsets) == 0:
-        (step,) = _whole([offsets])
+        (step,) = whole([offsets])
         offsets = [at * step for at in range(parts)]
     offsets = _spread(offsets, parts)
     return [
@@ -198,10 +220,10 @@ def read_vector(spec, parts):
 
 
 def _spread(values, parts):
-    values = _whole(np.ravel(values).tolist() if np.ndim(values) else [values] * parts)
-    if len(values) < parts:
+    values = whole(np.ravel(values).tolist() if np.ndim(values) else [values] * parts)
+    if len(values) != parts:
         raise ValueError(f"{len(values)} counts or offsets are given for {parts} ranks")
-    return values[:parts]
+    return values
 
 
 def read_types(spec, parts):
@@ -346,7 +368,9 @@ class Wire(SimulatedComm):
 
     def shadow(self):
         """Return a communicator of the same ranks, for what a topology's collectives send."""
-        return type(self)(self._board, self.world, self._local, self.members, -2 - 2 * self._number)
+        number = -2 - 2 * self._number
+        self._board.names[number] = self._name
+        return type(self)(self._board, self.world, self._local, self.members, number)
 
     def _pair(self, message, receive, queue):
         if receive.sees is not None:  # a probe that takes the message
@@ -411,7 +435,8 @@ class Wire(SimulatedComm):
             message = None
         if message is None:
             text, partners = self._senders(source, tag)
-            scheduler.count_fruitless_poll(rank, f"a message from {text}", lambda: partners)
+            what = f"a message from {text}{self._beside}"
+            scheduler.count_fruitless_poll(rank, what, lambda: partners)
         elif take:
             queue.sends.remove(message)
         scheduler.end_call(rank)
@@ -422,7 +447,7 @@ class Wire(SimulatedComm):
         text, partners = self._senders(source, tag)
         queue, scheduler, rank = self._mailbox(), self._scheduler, self._local
         scheduler.begin_call(rank)
-        probe = self._open(f"a message from {text}", None, True, *partners)
+        probe = self._open(f"a message from {text}{self._beside}", None, True, *partners)
         probe.envelope = source, tag, None
 
         def see(message):

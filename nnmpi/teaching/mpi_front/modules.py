@@ -21,7 +21,14 @@ from nnmpi.teaching.mpi_front import (
 )
 from nnmpi.teaching.mpi_front.communicators import Intracomm
 from nnmpi.teaching.mpi_front.datatypes import DATATYPES, Datatype, buffer
-from nnmpi.teaching.mpi_front.handles import ERRORS, Exception, FrontGroup, Info, refuse
+from nnmpi.teaching.mpi_front.handles import (
+    ERRORS,
+    Exception,
+    FrontGroup,
+    Info,
+    as_int,
+    refuse,
+)
 from nnmpi.teaching.mpi_front.messages import Wire
 from nnmpi.teaching.mpi_front.reductions import OPS, Op
 from nnmpi.teaching.mpi_front.requests import Message, Request
@@ -65,9 +72,30 @@ class Pickle:
         return pickle.loads(data, buffers=beside)
 
 
+def find_class(code):
+    """Return the class of an error: its code itself."""
+    if not 0 <= code < len(ERRORS):
+        raise Exception("ERR_ARG", f"{code} is no code of an error")
+    return code
+
+
+def allocate(size, info=None):
+    """Return new memory."""
+    if size < 0:
+        raise Exception("ERR_ARG", f"there is no memory of {size} bytes")
+    return buffer.allocate(size, True)
+
+
 def find_dims(nnodes, dims):
     """Return the lengths of a grid of ranks, as equal as possible; those above 0 are kept."""
-    dims = [0] * dims if isinstance(dims, int) else [*dims]
+    nnodes = as_int(nnodes)
+    if isinstance(dims, int):
+        if dims < 0:
+            raise ValueError(f"a grid cannot have {dims} axes")
+        dims = [0] * dims
+    dims = [*dims]
+    if nnodes < 1:
+        raise Exception("ERR_DIMS", f"{nnodes} ranks are no grid of {dims}")
     known = prod(length or 1 for length in dims)
     if min(dims, default=0) < 0 or nnodes % known or (0 not in dims and nnodes != known):
         raise Exception("ERR_DIMS", f"{nnodes} ranks are no grid of {dims}")
@@ -83,11 +111,66 @@ def find_dims(nnodes, dims):
     return [length or made.pop(0) for length in dims]
 
 
-class Settings:
-    """mpi4py.rc: settings that a simulation has no use for."""
+# mpi4py.rc; a simulation uses `initialize` and `finalize` alone
+_SETTINGS = {
+    "initialize": True,
+    "threads": True,
+    "thread_level": "multiple",
+    "finalize": None,
+    "fast_reduce": True,
+    "recv_mprobe": True,
+    "irecv_bufsz": 32768,
+    "errors": "exception",
+}
+
+
+class Settings(ModuleType):
+    """The module `mpi4py.rc`, which is called with settings, too."""
 
     def __call__(self, **settings):
+        for name in settings.keys() - _SETTINGS.keys():
+            raise TypeError(f"mpi4py.rc has no {name!r}; it has {', '.join(_SETTINGS)}")
         vars(self).update(settings)
+
+
+class Life:
+    """Whether MPI is initialized and finalized on a rank.
+
+    Args:
+        rc: the settings; mpi4py initializes MPI when it is imported, unless they say otherwise.
+        barrier: waits for all ranks.
+    """
+
+    def __init__(self, rc, barrier):
+        self._rc, self._barrier = rc, barrier
+        self._is_begun = self.is_over = False
+
+    def is_begun(self):
+        """Return whether MPI is initialized."""
+        return self._is_begun or self._rc.initialize
+
+    def begin(self):
+        """Initialize MPI.
+
+        Raises:
+            Exception: if it is, or was.
+        """
+        if self.is_begun() or self.is_over:
+            raise Exception(
+                "ERR_OTHER", "MPI is initialized, by the import of mpi4py.MPI or before"
+            )
+        self._is_begun = True
+
+    def end(self):
+        """Finalize MPI, when all ranks do.
+
+        Raises:
+            Exception: if it is not initialized, or was finalized before.
+        """
+        if self.is_over or not self.is_begun():
+            raise Exception("ERR_OTHER", "MPI is not initialized, or it is finalized")
+        self._barrier()
+        self.is_over = True
 
 
 def make_modules(wire: Any) -> dict[str, ModuleType]:
@@ -103,9 +186,14 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
     rank, main = wire._local, threading.current_thread()
     alone = Wire(wire._board, wire.world, rank, [rank.number], -1 - 2 * rank.number)
     wire.name, alone.name = "MPI_COMM_WORLD", "MPI_COMM_SELF"
-    mpi, package, settings = (ModuleType(f"mpi4py{end}") for end in (".MPI", "", ".rc"))
-    rc = Settings()
-    settings.__class__ = type("rc", (ModuleType,), {"__call__": lambda self, **all_: rc(**all_)})
+    mpi, package, settings = ModuleType("mpi4py.MPI"), ModuleType("mpi4py"), Settings("mpi4py.rc")
+    vars(settings).update(_SETTINGS)
+    life = Life(settings, wire.barrier)
+
+    def begin(required=0):
+        life.begin()
+        return levels["THREAD_FUNNELED"]
+
     vars(package).update(
         MPI=mpi,
         rc=settings,
@@ -169,17 +257,17 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         Get_library_version=lambda: LIBRARY,
         get_vendor=lambda: ("nnmpi", (0, 0, 0)),
         Get_processor_name=platform.node,
-        Init=lambda: None,
-        Init_thread=lambda required=0: levels["THREAD_FUNNELED"],
+        Init=life.begin,
+        Init_thread=begin,
         Query_thread=lambda: levels["THREAD_FUNNELED"],
         Is_thread_main=is_main,
-        Is_initialized=lambda: True,
-        Is_finalized=lambda: False,
-        Finalize=wire.barrier,
+        Is_initialized=life.is_begun,
+        Is_finalized=lambda: life.is_over,
+        Finalize=life.end,
         Get_address=lambda buf: datatypes.find_bytes(buf)[0].__array_interface__["data"][0],
-        Get_error_string=lambda code: f"MPI_{ERRORS[code]}",
-        Get_error_class=lambda code: code,
-        Alloc_mem=lambda size, info=None: buffer.allocate(size, True),
+        Get_error_string=lambda code: f"MPI_{ERRORS[find_class(code)]}",
+        Get_error_class=find_class,
+        Alloc_mem=allocate,
         Free_mem=buffer.release,
         Attach_buffer=communicators.attach,
         Detach_buffer=communicators.detach,

@@ -56,7 +56,15 @@ class Op(FrontHandle):
     @classmethod
     def Create(cls, function, commute=False):
         """Return a reduction of the program's own: (in, in and out, datatype)."""
+        if not callable(function):
+            raise AttributeError(f"{function!r} is no function")
         return cls._of(("", function, None, commute))
+
+    @classmethod
+    def _of_arrays(cls, op):
+        """Return a reduction of arrays: one of MPI's, or made by `Create`."""
+        cls._checked(op)._given()
+        return op
 
     @classmethod
     def _find(cls, op):
@@ -77,7 +85,7 @@ class Op(FrontHandle):
 
     def Is_commutative(self):
         """Return whether the order of values does not matter."""
-        return self._value[3]
+        return self._given()[3]
 
     def __call__(self, x, y):
         """Return the reduction of two objects."""

@@ -162,7 +162,7 @@ class Request(FrontHandle):
     @staticmethod
     def _poll(requests):
         """Return the numbers of those that are complete; it lets other ranks go on."""
-        active = [item for item in requests if item._is_active]
+        active = [item for item in map(Request._checked, requests) if item._is_active]
         for item in active:
             started = item._value.started
             if started and not item._value.is_complete():
@@ -218,7 +218,7 @@ class Request(FrontHandle):
 
     def Cancel(self):
         """Cancel a receive, or a send that nobody receives yet; it is to be awaited still."""
-        operation = self._value
+        operation = self._given()
         for item in operation.started if self._is_active else ():
             operation.cancelled |= operation.wire.cancel(item)
 
@@ -241,7 +241,7 @@ class Request(FrontHandle):
     @classmethod
     def waitall(cls, requests, statuses=None):
         """Return the received objects when all are complete."""
-        active = [item._value for item in requests if item._is_active]
+        active = [item._value for item in map(cls._checked, requests) if item._is_active]
         started = [one for operation in active for one in operation.started]
         if started:
             active[0].wire.wait_all(started)

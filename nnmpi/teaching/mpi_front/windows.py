@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from nnmpi.base.errors import check_int
 from nnmpi.teaching.mpi_front.datatypes import BYTE, buffer
 from nnmpi.teaching.mpi_front.handles import (
     PROC_NULL,
@@ -34,7 +33,8 @@ class Win(FrontHandle):
             comm: ranks of one node; without it, this rank alone.
         """
         comm = local().COMM_SELF if comm is None else comm
-        check_int("Win.Allocate_shared's size", size, 0)
+        if size < 0:
+            raise Exception("ERR_ARG", f"there is no memory of {size} bytes")
         wire = comm._wire.duplicate()
         nodes = {wire._board.nodes[rank] for rank in wire.members}
         if len(nodes) > 1:
