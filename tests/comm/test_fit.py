@@ -90,6 +90,39 @@ def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path, text):
     usage_error("increasing bytes", load_fit, file)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("ranks", "4"),
+        ("ranks", True),
+        ("ranks", 10**30),
+        ("nodes", [0, 0, 0, "0"]),
+        ("nodes", 4),
+        ("mpi", None),
+        ("host", 5),
+        ("date", {}),
+        ("took", [1.0]),
+        ("took", "ab"),
+        ("took", [0, 10**400]),
+    ],
+)
+def test_facts_of_another_kind_are_refused(tmp_path, name, value):
+    file, values = tmp_path / "fit.json", make().to_json()
+    values["facts"] = {**values["facts"], name: value}
+    file.write_text(json.dumps(values))
+    usage_error(r"fit.json: not a readable fit.*nnmpi comm fit", load_fit, file)
+    del values["facts"]["mpi"]
+    file.write_text(json.dumps(values))
+    usage_error(r"fit.json: not a readable fit", load_fit, file)
+
+
+def test_a_point_of_three_numbers_is_refused(tmp_path):
+    file, values = tmp_path / "fit.json", make().to_json()
+    values["native"]["points"] = [[8, 1e-6, 5]]
+    file.write_text(json.dumps(values))
+    usage_error("has 3 values, not 2", load_fit, file)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     usage_error(
         r"nowhere.json: not a readable fit.*\(No such file", load_fit, tmp_path / "nowhere.json"

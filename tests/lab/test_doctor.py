@@ -175,6 +175,8 @@ def test_files_that_are_damaged_hide_nothing_else(file, text, finished, tmp_path
         stream.write(text)
     assert diagnose(run).happened.startswith("The run ended after step 9")
     assert re.search(rf"-n \d -- --resume '{run}'", diagnose(run).advice)  # as a shell takes it
+    if file.endswith(".jsonl"):
+        assert any(f"{file}: 1 damaged line" in fact for fact in diagnose(run).facts)
 
 
 @pytest.mark.parametrize("name", ENDS)

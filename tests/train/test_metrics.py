@@ -13,7 +13,7 @@ from nnmpi.compose.stats import Totals
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from tests.harness.refusals import refuses
+from tests.harness.refusals import refuses, usage_error
 
 
 def train(step):
@@ -41,7 +41,7 @@ def test_an_existing_file_is_continued(tmp_path):
 def test_values_that_are_not_finite_become_null(tmp_path):
     write(
         tmp_path / "metrics.jsonl",
-        {"global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0},
+        {"kind": "train", "global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0},
     )
     (result,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (result["loss"], result["x"], result["y"]) == (None, None, 1.0)
@@ -64,6 +64,37 @@ def test_a_cut_last_line_is_dropped(tmp_path, rest):
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
     refuses(ValueError, "Expecting", read_metrics, tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"loss": "0.5"}, "loss: '0.5' is given for float"),
+        ({"loss": True}, "loss: True is given for float"),
+        ({"accuracy": 10**400}, "accuracy: 10.* is no finite number"),
+        ({"epoch": [1]}, "epoch: .1. is given for float"),
+        ({"kind": None}, "kind: None is given for str"),
+        ({"global_step": 1.5}, "global_step: 1.5 is given for int"),
+        ({"global_step": -1}, "global_step is -1"),
+        ({"workers": [{}]}, "workers: "),
+        ({"kind": "staleness"}, "'workers' is missing"),
+        ({"kind": "staleness", "workers": [{"histogram": [[0, "1"]]}]}, "'1' is given for int"),
+        ({"kind": "staleness", "workers": [{"histogram": [[0, -1]]}]}, "counts below 0"),
+    ],
+)
+def test_a_record_that_no_run_writes_is_named(tmp_path, change, reason):
+    write(tmp_path / "metrics.jsonl", train(1), train(2))
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(train(3) | change) + "\n")
+    usage_error(rf"metrics.jsonl: .*\(line 3: .*{reason}", read_metrics, tmp_path / "metrics.jsonl")
+
+
+def test_a_line_without_end_is_read_once(tmp_path):
+    """A hostile file takes no more than its length: no line is joined to the one before."""
+    (tmp_path / "metrics.jsonl").write_text("[" * 3_000_000 + "\n" + json.dumps(train(1)))
+    usage_error(
+        "line 1: its values are nested too deeply", read_metrics, tmp_path / "metrics.jsonl"
+    )
 
 
 def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path):

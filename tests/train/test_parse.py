@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from xml.parsers import expat
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from nnmpi import Layout
 from nnmpi.base.errors import DataError, HelpAsked, UsageError
 from nnmpi.base.launcher import Launch
-from nnmpi.base.lines import lines_of
+from nnmpi.base.lines import is_users, lines_of
 from nnmpi.data import load
 from nnmpi.train import __main__ as train
 from nnmpi.train import cli
@@ -276,6 +277,29 @@ def test_an_error_of_options_has_no_line_of_made_code():
         Layout(tp=2, reduction="fixed")
     assert [line for line in lines_of(caught.value) if "<string>" in line] == []
     assert any("test_parse.py" in line for line in lines_of(caught.value))
+
+
+def test_a_compiled_modules_text_is_no_users_line():
+    """As those modules name it: a path on the machine that compiled them."""
+    for file in (
+        "/build/Python-3.11.7/Modules/pyexpat.c",
+        "numpy/random/_generator.pyx",
+        "src/parsers.cpp",
+        "/env/lib/python3.11/site-packages/tokenizers/__init__.py",
+        "/env/lib/python3.11/site-packages/threadpoolctl.py",
+    ):
+        assert not is_users(file)
+    assert is_users("/home/me/net.py") and is_users("<stdin>") and is_users("train")
+    assert is_users("/env/lib/python3.11/site-packages/numpy_like/net.py")
+
+    def start(*_):
+        raise ValueError("from within pyexpat")
+
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = start
+    with pytest.raises(ValueError) as caught:
+        parser.Parse("<a>")
+    assert all("test_parse.py" in line for line in lines_of(caught.value))
 
 
 def test_an_error_has_no_lines_of_a_library_that_nnmpi_calls(tmp_path):

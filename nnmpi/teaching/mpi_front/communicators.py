@@ -211,13 +211,15 @@ class FrontComm(FrontHandle):
         raise Abandoned
 
     def _among(self, rank, error="ERR_RANK"):
-        rank = as_int(rank)
+        text = (
+            f"there is no rank {rank!r} in this communicator, whose ranks are 0 to {self.size - 1}"
+        )
+        try:
+            rank = as_int(rank)
+        except TypeError:
+            raise TypeError(text) from None
         if not 0 <= rank < self.size:
-            raise Exception(
-                error,
-                f"there is no rank {rank!r} in this communicator, whose ranks are 0 to"
-                f" {self.size - 1}",
-            )
+            raise Exception(error, text)
         return rank
 
     # ---- buffers of MPI_Bsend ----
@@ -289,6 +291,8 @@ class FrontComm(FrontHandle):
         return Operation(self._wire, [*got.started, *sent.started], got.finish, got.status)
 
     def _start_replace(self, name, buf, dest=PROC_NULL, sendtag=0, source=ANY, recvtag=ANY):
+        if as_int(dest) == as_int(source) == PROC_NULL:  # the message is not looked at
+            return self._start_both(name, None, dest, sendtag, None, source, recvtag)
         part = read(buf)
         into, kind = np.empty(part.nbytes, BYTE), Datatype._plain(part.kind)
         sent = np.array(part.read())

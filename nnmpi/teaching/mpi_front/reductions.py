@@ -63,7 +63,15 @@ class Op(FrontHandle):
     @classmethod
     def _of_arrays(cls, op):
         """Return a reduction of arrays: one of MPI's, or made by `Create`."""
-        cls._checked(op)._given()
+        if callable(op) and not isinstance(op, cls):
+            name = getattr(op, "__name__", "the function")
+            raise TypeError(f"{name} reduces objects; make one for arrays by MPI.Op.Create({name})")
+        if not isinstance(op, cls):
+            raise TypeError(
+                f"{op!r} is no reduction of MPI; give one of {', '.join(_OPS)}, or one of your own"
+                " by MPI.Op.Create"
+            )
+        op._given()
         return op
 
     @classmethod
@@ -110,10 +118,6 @@ class Op(FrontHandle):
         name, function, ufunc, _ = self._given()
         if ufunc is not None:
             return ufunc(x, y).astype(x.dtype)
-        if name:
-            raise Exception(
-                "ERR_OP", f"{name} reduces objects; make one for arrays by MPI.Op.Create({name})"
-            )
         result = np.array(y)
         function(buffer.frombuffer(np.array(x)), buffer.frombuffer(result), kind)
         return result

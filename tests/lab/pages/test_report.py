@@ -222,12 +222,26 @@ def test_its_metrics_are_written_for_tensorboard(run, tmp_path):
         ("metrics.jsonl", '{"a": 1}\n'),
         ("metrics.jsonl", "1\n"),
         ("metrics.jsonl", '{"kind": "train", "compute_s": {}}\n'),
+        ("metrics.jsonl", '{"kind": "eval", "global_step": 1, "epoch": 1.0, "loss": "0.5"}\n'),
+        (
+            "metrics.jsonl",
+            '{"kind": "staleness", "global_step": 1,'
+            ' "workers": [{"histogram": [[1000000000, 1]]}]}\n',
+        ),
         ("starts.jsonl", "[1]\n"),
+        ("starts.jsonl", '{"command": "nnmpi train", "ranks": 1}\n'),
+        ("starts.jsonl", '{"command": ["nnmpi", "train"], "ranks": "1"}\n'),
+        ("starts.jsonl", '{"command": ["nnmpi"], "ranks": 1, "facts": [["a"]]}\n'),
     ],
 )
-def test_files_that_are_not_a_runs_are_refused(run, name, line):
+def test_files_that_are_not_a_runs_are_refused(run, name, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(run, tmp_path / "other")
     (run / name).write_text(line)
-    usage_error("the metrics of the run cannot be read", gather, run)
+    for words in ([str(run)], [str(run), str(other)]):
+        usage_error(
+            rf"{name}: (the metrics of the run cannot be|not as runs write it)", main, words
+        )
 
 
 @pytest.mark.parametrize("width, dark", [("desk", False), ("phone", True)])
@@ -259,7 +273,19 @@ def test_the_page_shows_them(run, tmp_path, width, dark):
     assert charts == 3 and fills == 5
 
 
-@pytest.mark.parametrize("text", ['{"confusion": 5}', '{"loss": Infinity}', '{"loss": 1e999}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"confusion": 5}',
+        '{"loss": Infinity}',
+        '{"loss": 1e999}',
+        "[]",
+        '{"part": "test", "data": 3, "step": 1, "samples": 2}',
+        '{"part": "test", "data": "d", "step": 1, "samples": 2, "confusion": [[1, 2], [3]],'
+        ' "classes": ["a", "b"]}',
+        '{"part": "test", "data": "d", "step": 1, "samples": 2, "confusion": [[1]]}',
+    ],
+)
 def test_an_evaluation_that_is_none_is_refused(run, text):
     (run / "evaluation.json").write_text(text)
     usage_error("not what nnmpi evaluate writes; call it again", main, [str(run)])

@@ -98,7 +98,7 @@ DEFECTS = {
     ),
     "a part that does not fit": (
         "comm.Gather(np.zeros(2 + (rank == 2)), np.zeros(6))",
-        CommError,
+        SystemExit,
         r"Gather: 3 float64 are sent \(p\.py:6\) to rank 0 .* room for 2 float64 \(p\.py:6\)",
     ),
     "a sum that does not fit": (
@@ -284,7 +284,136 @@ DEFECTS = {
 }
 
 # Programs that are right. Their lines are compared with those of mpirun, in any order.
+# Each prints what became of it: the exception's class, MPI.Exception for all of MPI's own.
+ATTEMPT = """\
+def attempt(number, call):
+    try:
+        call()
+        came = "nothing"
+    except Exception as error:
+        came = "MPI.Exception" if isinstance(error, MPI.Exception) else type(error).__name__
+    print(rank, number, came)
+"""
+
+
+def refused(text):
+    """Return a program that attempts each line of a text, an expression of its own."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    calls = [f"attempt({number}, lambda: {line})" for number, line in enumerate(lines)]
+    return "\n".join([ATTEMPT, "one, two = np.ones(1), np.ones(2)", *calls])
+
+
 RIGHT = {
+    "MPI.IN_PLACE where nothing stays in place": refused(
+        """
+        MPI.COMM_SELF.Reduce(MPI.IN_PLACE, MPI.IN_PLACE)
+        MPI.COMM_SELF.Allreduce(one, MPI.IN_PLACE)
+        MPI.COMM_SELF.Ireduce(one, MPI.IN_PLACE)
+        MPI.COMM_SELF.Scan(MPI.IN_PLACE, MPI.IN_PLACE)
+        MPI.COMM_SELF.Gather(one, MPI.IN_PLACE)
+        MPI.COMM_SELF.Iallgather(MPI.IN_PLACE, MPI.IN_PLACE)
+        MPI.COMM_SELF.Scatter(MPI.IN_PLACE, one)
+        MPI.COMM_SELF.Scatter(one, MPI.IN_PLACE)
+        MPI.COMM_SELF.Alltoallv(one, MPI.IN_PLACE)
+        MPI.COMM_SELF.Bcast(MPI.IN_PLACE)
+        MPI.COMM_SELF.Reduce_scatter(MPI.IN_PLACE, two)
+        MPI.COMM_SELF.Reduce_scatter_block(one, MPI.IN_PLACE)
+        """
+    ),
+    "None where a message is needed": refused(
+        """
+        MPI.COMM_SELF.Bcast(None)
+        MPI.COMM_SELF.Scatter(None, one)
+        MPI.COMM_SELF.Gather(None, None)
+        MPI.COMM_SELF.Allreduce(one, None)
+        MPI.COMM_SELF.Gather(None, one)
+        MPI.COMM_SELF.Send(3, MPI.PROC_NULL)
+        MPI.COMM_SELF.send(lambda: 1, MPI.PROC_NULL)
+        MPI.COMM_SELF.Sendrecv(one, 0)
+        """
+    ),
+    "elements that MPI has no datatype for": refused(
+        """
+        MPI.COMM_SELF.Bcast(np.array(["ab"]))
+        MPI.COMM_SELF.Bcast(np.array([b"ab"]))
+        MPI.COMM_SELF.Allgather(np.zeros(2, "V4"), two)
+        MPI.COMM_SELF.Bcast(np.array(["2020-01-01"], "M8[D]"))
+        MPI.COMM_SELF.Bcast(np.array([1], "m8[s]"))
+        MPI.COMM_SELF.Bcast(np.zeros(2, [("index", "i4"), ("value", "f8")]))
+        MPI.COMM_SELF.Bcast(np.array([None]))
+        MPI.COMM_SELF.Bcast(np.array([1.0], ">f8"))
+        MPI.COMM_SELF.Bcast(np.array([1, 2], "f2"))
+        MPI.COMM_SELF.Bcast(np.array([b"a"], "c"))
+        MPI.COMM_SELF.Bcast([np.array(["ab"]), MPI.BYTE])
+        MPI.COMM_SELF.Bcast([two, "zz"])
+        MPI.Datatype.fromcode("zz")
+        MPI.Datatype.fromcode("bool")
+        """
+    ),
+    "ranks and axes that a topology lacks": refused(
+        """
+        comm.Create_cart([3], periods=[False]).Get_cart_rank([5])
+        comm.Create_cart([3], periods=[False]).Get_cart_rank([-1])
+        comm.Create_cart([3], periods=[True]).Get_cart_rank([-1])
+        comm.Create_cart([3], periods=[True]).Get_cart_rank([0, 0])
+        comm.Create_cart([3]).Get_cart_rank([0.5])
+        comm.Create_cart([3]).Get_coords(99)
+        comm.Create_cart([3]).Shift(-1, 1)
+        comm.Create_cart([1.5])
+        comm.Create_cart([4])
+        comm.Create_dist_graph([rank], [2], [0])
+        comm.Create_dist_graph([rank], 1, [0])
+        MPI.Compute_dims(0, 1)
+        MPI.Compute_dims(6, -1)
+        """
+    ),
+    "memory for buffered sends": refused(
+        """
+        MPI.Detach_buffer()
+        MPI.COMM_SELF.Bsend(one, MPI.PROC_NULL)
+        MPI.Attach_buffer(bytearray(0))
+        MPI.Attach_buffer(bytearray(1000))
+        MPI.Attach_buffer(bytearray(1000))
+        MPI.COMM_SELF.Bsend(np.zeros(500), 0)
+        MPI.Detach_buffer()
+        MPI.Detach_buffer()
+        """
+    ),
+    "arguments of another kind": refused(
+        """
+        MPI.COMM_SELF.Send(one, None)
+        MPI.COMM_SELF.Send(one, "0")
+        MPI.COMM_SELF.Send(one, 7)
+        MPI.COMM_SELF.Send(one, MPI.PROC_NULL, 2**31)
+        MPI.COMM_SELF.Send_init(one, 7)
+        MPI.COMM_SELF.Iprobe(0, -5)
+        MPI.COMM_SELF.Allreduce(one, two)
+        MPI.COMM_SELF.Exscan(one, two)
+        MPI.COMM_SELF.Allreduce(one, np.ones(1, "i4"))
+        MPI.COMM_SELF.Allreduce(one, np.ones(1), max)
+        MPI.COMM_SELF.Allreduce(one, np.ones(1), None)
+        MPI.COMM_SELF.Scatterv([two, [1, 1]], one)
+        MPI.COMM_SELF.Scatterv([two, [-1]], one)
+        MPI.COMM_SELF.Gather(two, one)
+        MPI.OP_NULL.Is_commutative()
+        comm.Get_group().Union(comm.Get_group())
+        MPI.Group.Union(comm.Get_group(), None)
+        comm.Get_group().Range_incl([(0, 1, 0)])
+        comm.Get_group().Range_incl([(0, 1)])
+        comm.Compare(None)
+        comm.Create(None)
+        comm.Split_type(77)
+        comm.Set_name(3)
+        comm.Get_attr(12345)
+        MPI.Info.Create()["nothing"]
+        MPI.Info.Create().Set("key", 3)
+        MPI.Request.Waitall([None])
+        MPI.REQUEST_NULL.Cancel()
+        MPI.Get_error_class(-1)
+        MPI.Alloc_mem(-1)
+        {MPI.Exception(5): 1}[5]
+        """
+    ),
     "libraries elsewhere, which keep a rank and talk while they are imported": (
         """\
         import os
@@ -718,6 +847,40 @@ def test_a_program_prints_what_mpirun_prints(name, programs, tmp_path, capsys):
     assert text == "4 seeds: none fails, and all print the same"
     ending = run([*mpirun(3), sys.executable, program, "a", "--b"], tmp_path / "output", 60.0)
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(ending.output.splitlines())
+
+
+def test_mpi_begins_and_ends_once(programs, capsys):
+    """As the import of mpi4py.MPI, or `rc.initialize`, says; Open MPI adds lines of its own."""
+    attempts = """
+        attempt(0, lambda: MPI.Init())
+        attempt(1, lambda: MPI.Init_thread())
+        attempt(2, lambda: MPI.Finalize())
+        attempt(3, lambda: MPI.Finalize())
+        print(rank, MPI.Is_initialized(), MPI.Is_finalized())"""
+    never = "import mpi4py; mpi4py.rc(initialize=False)\n"
+    for text, begins in ((ATTEMPT, "MPI.Exception"), (f"{never}{ATTEMPT}", "nothing")):
+        main(["-n", "2", programs(text + dedent(attempts))])
+        lines = sorted(capsys.readouterr().out.splitlines())
+        came = [f"0 {begins}", "1 MPI.Exception", "2 nothing", "3 MPI.Exception", "True True"]
+        assert lines == [f"{rank} {what}" for rank in (0, 1) for what in came]
+
+
+def test_communicators_in_one_line_are_told_apart(programs):
+    """By their ranks; and counted where these are the same."""
+    text = "half = comm.Split(rank % 2)\n(half if rank != 3 else comm).Barrier()"
+    with pytest.raises(CommError) as error:
+        main(["-n", "4", programs(text)])
+    assert "rank 1 waits for Barrier (collective 1 of the communicator of ranks 1, 3)" in str(
+        error.value
+    )
+    assert "rank 3 waits for Barrier (collective 2 of the communicator of all ranks)" in str(
+        error.value
+    )
+    text = "a, b = comm.Dup(), comm.Dup()\n(b if rank else a).Recv(np.ones(1), 1 - rank)"
+    with pytest.raises(CommError) as error:
+        main(["-n", "2", programs(text)])
+    names = re.findall(r" on (\w+ \d of all ranks)", str(error.value))
+    assert len({*names}) == 2
 
 
 def test_seeds_find_a_race_and_the_clock_is_exact(programs, capsys):
