@@ -298,12 +298,12 @@ class Staleness:
         Raises:
             KeyError, TypeError, ValueError: for other values.
         """
-        result = cls(len(values["workers"]))
-        for counts, worker in zip(result.histograms, values["workers"], strict=True):
+        result = cls(0)
+        for worker in values["workers"]:
             pairs = rebuilt(Mapping[int, int], worker["histogram"])
             if min((*pairs, *pairs.values()), default=0) < 0:
                 raise ValueError(f"the worker {worker.get('worker')} has counts below 0")
-            counts.update(pairs)
+            result.histograms.append(Counter(pairs))
         return result
 
 

@@ -80,6 +80,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
         ({"kind": "staleness"}, "'workers' is missing"),
         ({"kind": "staleness", "workers": [{"histogram": [[0, "1"]]}]}, "'1' is given for int"),
         ({"kind": "staleness", "workers": [{"histogram": [[0, -1]]}]}, "counts below 0"),
+        ({"kind": "staleness", "workers": "x" * 10**7}, "string indices must be integers"),
     ],
 )
 def test_a_record_that_no_run_writes_is_named(tmp_path, change, reason):
