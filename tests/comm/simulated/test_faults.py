@@ -204,7 +204,8 @@ FAULTS = {
     ),
     "a rank that leaves early": (
         a_rank_that_leaves_early,
-        r"deadlock: .*rank 0 waits for barrier .collective 2 of the communicator of all ranks.*ended: rank 1",
+        r"deadlock: .*rank 0 waits for barrier .collective 2 of the communicator of all ranks"
+        r".*ended: rank 1",
     ),
     "other counts": (other_counts, DIFFERENT + r"allgatherv\(\(1, 2, [34]\), float64\)"),
     "counts that are not one's own": (
