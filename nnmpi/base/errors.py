@@ -6,7 +6,7 @@ failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs ag
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import EACCES, EDQUOT, EISDIR, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EROFS
 from math import inf, nan
 from operator import index
@@ -105,9 +105,11 @@ def check_int(name: str, value: object, least: float = 1) -> int:
     Raises:
         UsageError: for a smaller number, a fraction, or another type.
     """
-    number: Any = nan
-    with suppress(TypeError):
+    number: Any
+    try:
         number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = nan
     if not number >= least:
         bound = f" of at least {least}" if least > -inf else ""
         raise UsageError(f"{name} is {shortened(repr(value))}; give a whole number{bound}")
@@ -124,9 +126,10 @@ def number(name: str, value: Any, below: float = inf, most: float | None = None)
     Raises:
         UsageError: for a value out of range, NaN, or an object that is no number, such as text.
     """
-    result = nan
-    with suppress(AttributeError, TypeError, OverflowError):
+    try:
         result = value.__float__()  # which text has not: float("1e-3") is a number
+    except (AttributeError, TypeError, OverflowError):
+        result = nan
     if not (0 <= result < below if most is None else 0 <= result <= most):
         end = (
             f"at most {most}"

@@ -65,4 +65,7 @@ def no_tensor(name: str, x: Any) -> GraphError:
 
 def _dtype_of(x: Any) -> Any:
     # not by getattr, which would hide the error of a parameter without values
-    return x.dtype if hasattr(type(x), "dtype") else None
+    kind = type(x)
+    if not hasattr(kind, "dtype"):
+        return None
+    return x._data.dtype if hasattr(kind, "_data") else x.dtype  # a tensor's without a call
