@@ -420,7 +420,9 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             check_free(model, group)
         check_same_model(group, model)
         broadcast_state(model, group)
-        self._check = StepWitness(model, group, group, group, (), group, True)
+        self._check = StepWitness(
+            model, world=group, copies=group, alike=group, replicas=group, is_equal=True
+        )
         self.coupling = (ServerCoupling if sync.has_server else AveragingCoupling)(self, sync)
         self.reporters = self.coupling.reporters
         self._passes = Passes(self)
@@ -436,9 +438,10 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting
             check_same_model(group, self.model)
             where = f"step {segment.step}", f"epoch {segment.epoch}", f"{segment.batches}"
+            source = segment.loader.source
             require_equal(
                 group,
-                [*segment.loader.source.texts(), *where],
+                [*source.texts(), f"{source.transformed()}", *where],
                 "the ranks train on different data, or from other places",
                 SAME_DATA,
                 UsageError,

@@ -27,9 +27,9 @@ from nnmpi.base.errors import UsageError
 _SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
-def active() -> Recorder | None:
-    """Return the active recorder, or None."""
-    return active_calls.get()
+# Returns the active recorder, or None. Operations ask so often that a function of Python's would be
+# a tenth of the calls of a small step.
+active: Callable[[], Recorder | None] = active_calls.get
 
 
 def call(function: Any, reads: Any = (), writes: Any = None, when: str = "each") -> Any:
@@ -50,6 +50,17 @@ def call(function: Any, reads: Any = (), writes: Any = None, when: str = "each")
     if recorder is None:
         return function(*reads, *writes) if writes else function(*reads)
     return recorder.call(function, reads, writes, when)
+
+
+def eager_while(is_due: Callable[[], bool]) -> None:
+    """Let a step that is recorded be done by Python, not replayed, while a function returns True.
+
+    For work that is not done in each step, such as a comparison of ranks: no recording has it.
+    """
+    recorder = active()
+    if recorder is not None:
+        recorder.pauses.append(is_due)
+        recorder.warms_up = recorder.warms_up or is_due()
 
 
 class Box:
@@ -106,6 +117,7 @@ class Recorder(CallList):
         owners: the objects, by id, whose settings the calls depend on: numbers, texts and flags
             among their attributes, and in dictionaries that are attributes.
         conditions: functions of which all must return True before a replay.
+        pauses: functions, see `eager_while`.
         reads_mode: whether the mode of the call is that of the step, so that a replay may compare
             it; a Worker's passes enter their own.
         captures: whether it records graphs of a device, see `cuda.graph`.
@@ -123,6 +135,7 @@ class Recorder(CallList):
         self.cleared: set[int] = set()
         self.owners: dict[int, Any] = {}
         self.conditions: list[Callable[[], bool]] = []
+        self.pauses: list[Callable[[], bool]] = []
         self.reads_mode = False
         self._settings: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
 

@@ -1,6 +1,6 @@
 """What an optimizer updates, and all that a strategy tells it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -8,7 +8,7 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.base.settled import Settled
 
-_TOLD = frozenset(("unsummed", "spent", "updated"))
+_TOLD = frozenset(("unsummed", "spent"))
 
 
 class Storage(Settled):
@@ -32,7 +32,8 @@ class Storage(Settled):
             updates of matrices (see `optim.muon`); None if this rank does all of them.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
-        updated: what the optimizer tells: its rule, the rate of its last update, and their number.
+        updated_by: returns the optimizer that was made for it last, or None once that is gone; None
+            before.
         unsummed: whether the gradients are this rank's alone, though others have replicas, as the
             last pass was not the last of its update.
         spent: whether the last update has used the gradients.
@@ -50,7 +51,7 @@ class Storage(Settled):
     moves = 0
     distributed = node_shared = unsummed = False
     spent = True  # none has been computed yet
-    updated: tuple[str, float, int] = "", 0.0, 0
+    updated_by: Callable[[], Any] | None = None
     replicas: Any = None
     state_store: Any = None
     extra_slots: Mapping[str, list[Array]] = MappingProxyType({})

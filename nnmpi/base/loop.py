@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Protocol
 from weakref import ref
-from zlib import crc32
 
 from nnmpi.base.errors import UsageError
 
@@ -94,12 +93,11 @@ class Origin(Protocol):
     def of_epochs(self) -> Mapping[str, Any]:
         """What a place within an epoch depends on."""
 
-    @property
-    def code(self) -> int:
-        """A number that differs where something of it does."""
-
     def texts(self) -> list[str]:
         """Return it as text."""
+
+    def transformed(self) -> str | None:
+        """Return what the transform makes of some samples, as text; None if that says nothing."""
 
 
 @dataclass(slots=True)
@@ -114,18 +112,15 @@ class Taken:
     microbatches: int
     cuts: Sequence[Any]
 
-    def _values(self) -> list[int]:
-        return [self.epoch, self.number, int(self.first), self.global_rows, self.microbatches]
-
-    @property
-    def code(self) -> int:
-        """A number that differs where the batch does."""
-        return crc32(f"{self.source and self.source.code} {self._values()}".encode())
-
     def texts(self) -> list[str]:
         """Return which batch it is as text."""
-        names = "epoch", "number", "first sample", "rows", "microbatches"
-        told = [f"{name} {value}" for name, value in zip(names, self._values(), strict=True)]
+        told = [
+            f"epoch {self.epoch}",
+            f"number {self.number}",
+            f"first sample {self.first}",
+            f"rows {self.global_rows}",
+            f"microbatches {self.microbatches}",
+        ]
         return told if self.source is None else [*self.source.texts(), *told]
 
 
@@ -330,6 +325,8 @@ def last_read() -> Reached:
     updates.
     """
     loops = _loops.get()
+    if not loops:
+        return []
     found = [loop for loop in loops if loop.is_current and loop.is_new]
     found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if not found:

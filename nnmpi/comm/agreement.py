@@ -8,26 +8,31 @@ aborts the job (see `nnmpi.comm.mpi.shutdown`).
     one rank fails, all raise   `agreed` around work that every rank does
                                 `on_root` for work that rank 0 does for all
                                 `CollectivePhase` for work in several steps with messages in between
-    the same on every rank      `require_equal`, and `refuse_different` for gathered values
+    the same on every rank      `require_equal`, and `refuse_different` for gathered values;
+                                `as_text` of values that are compared by their words
     a check every few steps     `PeriodicCheck`
 """
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any, NoReturn, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 import nnmpi.base.errors as errors
-from nnmpi.backend.array import plain
+from nnmpi.backend.array import is_array, plain
 from nnmpi.base.errors import CommError, NnmpiError, UsageError, check_int, group_ranks, name_ranks
 from nnmpi.base.lines import lines_of
 from nnmpi.base.settled import Settled
+from nnmpi.comm.buffers import to_host
 from nnmpi.comm.world import Comm
 
 
@@ -368,6 +373,32 @@ def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | 
 # ---- the same on every rank ----
 
 
+def as_text(value: Any) -> str:
+    """Return a value as text that is the same on all ranks that have the same value.
+
+    Arrays are told by a checksum, as NumPy's text of a long one leaves most of it out; sets in the
+    order of their items' texts, and objects without their addresses.
+    """
+    array = getattr(value, "_data", value)  # of a tensor
+    if is_array(array):
+        code = crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data)
+        return f"array of shape {array.shape} and {array.dtype} with the checksum {code}"
+    if isinstance(value, partial):
+        items = [*map(as_text, value.args), *_named(value.keywords)]
+        return f"{as_text(value.func)}({', '.join(items)})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(as_text, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(as_text, value))})"
+    if isinstance(value, Mapping):
+        return f"({', '.join(_named(value))})"
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _named(values: Mapping[Any, Any]) -> list[str]:
+    return [f"{name}={as_text(item)}" for name, item in values.items()]
+
+
 def require_equal(group: Communicator, items: Sequence[Any], *how: Any, **options: Any) -> None:
     """Raise on all ranks unless all have the same items in the same order. Collective.
 
@@ -388,6 +419,7 @@ def refuse_different(
     remedy: str = "",
     kind: type[NnmpiError] = CommError,
     show: Callable[[Any], str] | None = str,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Raise unless all ranks have the same items in the same order.
 
@@ -402,24 +434,31 @@ def refuse_different(
         kind: the error to raise.
         show: returns an item as text; None for items such as hashes: the text then names only the
             ranks.
+        ranks: whose items these are; by default 0, 1, 2 ...
 
     Raises:
         NnmpiError: of class `kind`.
     """
-    missing = object()
+    missing, numbers = object(), range(len(by_rank)) if ranks is None else ranks
     for number, of_ranks in enumerate(zip_longest(*by_rank, fillvalue=missing)):
         if any(item != of_ranks[0] for item in of_ranks):
             if show is None:
-                others = [rank for rank, item in enumerate(of_ranks) if item != of_ranks[0]]
+                others = [
+                    rank
+                    for rank, item in zip(numbers, of_ranks, strict=True)
+                    if item != of_ranks[0]
+                ]
                 result = (
-                    f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank 0 has"
+                    f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank"
+                    f" {numbers[0]} has"
                 )
             else:
                 holders = group_ranks(
-                    enumerate("nothing" if item is missing else show(item) for item in of_ranks)
+                    (rank, "nothing" if item is missing else show(item))
+                    for rank, item in zip(numbers, of_ranks, strict=True)
                 )
                 result = "; ".join(
-                    f"{name_ranks(ranks)} {_have(ranks)} {text}" for text, ranks in holders.items()
+                    f"{name_ranks(those)} {_have(those)} {text}" for text, those in holders.items()
                 )
             what = problem if isinstance(problem, str) else problem(number)
             raise kind(f"{what}: {result}" + (f"; {remedy}" if remedy else ""))

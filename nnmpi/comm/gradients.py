@@ -21,7 +21,7 @@ advances whenever another gradient is reported (`BucketExchange`).
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -107,8 +107,6 @@ class BucketExchange:
         overlap: whether buckets are launched as they become complete; otherwise all are summed in
             `finish`. None: True with ranks on several nodes or gradients on a device, False on the
             processors of one node.
-        tail: the number of a buffer, and elements right behind its last span, which are summed with
-            that; None for none.
 
     Attributes:
         overlap: whether buckets are launched as they become complete.
@@ -129,7 +127,6 @@ class BucketExchange:
         algorithm: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
-        tail: tuple[int, slice] | None = None,
     ) -> None:
         if overlap is None:
             # Inside a node the core that copies messages is the one that computes, unless a device
@@ -141,12 +138,7 @@ class BucketExchange:
             bucket_bytes = BUCKET_BYTES if overlap else UNLIMITED_BYTES
         with agreed(group):
             itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
-            self.buckets = tuple(
-                replace(bucket, stop=tail[1].stop)
-                if tail is not None and (bucket.buffer, bucket.stop) == (tail[0], tail[1].start)
-                else bucket
-                for bucket in plan_buckets(spans, itemsizes, bucket_bytes)
-            )
+            self.buckets = tuple(plan_buckets(spans, itemsizes, bucket_bytes))
             given = (
                 [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
             )

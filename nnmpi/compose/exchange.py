@@ -181,7 +181,6 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
             options.bucket_bytes,
             options.overlap,
             runs_backward=is_uncut,
-            compares=False,
         )
     return Exchange(trainer, strategy, f"the update is not fused: {why}" if fuses else "")
 

@@ -36,6 +36,7 @@ from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted
 from nnmpi.base.settled import Settled
+from nnmpi.comm.agreement import as_text
 from nnmpi.comm.buffers import room_for, start_fetch
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
@@ -175,7 +176,7 @@ class LabelLoss(Settled, fixed="function func keywords scale"):
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
     def __repr__(self) -> str:
-        return repr(self.function)
+        return as_text(self.function)
 
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         result: object = self.function(logits, labels)

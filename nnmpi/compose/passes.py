@@ -58,6 +58,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.parallel.divergence import explain, explain_gradients
+from nnmpi.parallel.witness import Words, loss_as_words
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -77,6 +78,7 @@ class BatchPass(Pass):
         batch: on the model's backend.
         counts: whether this rank's losses count.
         failed: an error of the last stage's loss, or of a replay, raised when all ranks meet.
+        words: what is told of the loss, if the ranks compare it, and Python computes it here.
         paused_s: the seconds that it was slowed down on purpose.
     """
 
@@ -93,6 +95,7 @@ class BatchPass(Pass):
         self._owner, self._step, self._trains, self._cuts = owner, step, trains, cuts
         self.counts, self.slow, self.poll = owner.counts, owner.slow, owner.poll
         self.failed: NnmpiError | None = None
+        self.words: Words = {}
         self.paused_s, self._final = 0.0, 0
         self._scalars, loss = scalars, owner.losses[not trains]
         # an evaluation has several batches
@@ -238,6 +241,8 @@ class BatchPass(Pass):
             if not owner.defers or active() is not None:
                 raise
             self.failed, loss = error, (logits * 0).sum()
+        if owner.tells_loss and not again and active() is None:
+            self.words = loss_as_words(loss)
         owner.classes = logits.shape[-1] if logits.shape else 0
         if not again:
             # with sharded classes ranks exchange their best ones, which no graph contains
@@ -375,8 +380,10 @@ class Passes:
         observes: whether `observing` has anything to do.
         forecast: compares a pipeline's passes with its simulation.
         slow, poll: see `Pass`.
+        tells_loss: whether the ranks compare their losses in this step.
     """
 
+    tells_loss = False
     poll: Callable[[], None] | None = None
 
     def __init__(

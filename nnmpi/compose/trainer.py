@@ -33,6 +33,7 @@ from nnmpi.base.errors import CheckpointError, UsageError, asks_to_stop, expect
 from nnmpi.base.loop import Origin
 from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
+from nnmpi.comm.agreement import as_text
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
@@ -411,7 +412,7 @@ def check_numerics(trainer: Trainer) -> None:
         trainer.group,
         [
             f"precision {mode}",
-            *map(repr, (trainer.loss, trainer.evaluation_loss, trainer.options)),
+            *map(as_text, (trainer.loss, trainer.evaluation_loss, trainer.options)),
             *(layer.settings() if isinstance(layer, Module) else ()),
             f"seed {trainer.seed}",
             # replicas of a full model begin with the first one's weights

@@ -92,7 +92,6 @@ class _Started(NamedTuple):
     Attributes:
         batch, place, now: of this rank; its place in a loader's data; its pass.
         lr, step, factor: the learning rate, the number of the update, the scale of the loss.
-        rows: the checksum of the rows, if ranks share them.
         report: to be completed.
         read: waits for the step's numbers.
         traffic, begin, collective_s: its account, and the times when it began.
@@ -105,7 +104,6 @@ class _Started(NamedTuple):
     lr: float
     step: int
     factor: float
-    rows: list[int]
     report: StepReport
     read: Callable[[], tuple[float, float, int]]
     traffic: Traffic
@@ -202,12 +200,18 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         except NnmpiError:  # on all ranks
             self.exchange.release()
             raise
-        mesh, sharers = self.arrangement.mesh, self.arrangement.same_rows
-        # the stages of a pipeline have different parameters
-        copies = mesh.replicas if self.arrangement.is_pipeline else mesh.world
-        is_equal = self.parallel.keeps_equal
+        mesh = self.arrangement.mesh
         self._check = StepWitness(
-            model, mesh.world, copies, mesh.replicas, sharers, mesh.dp, is_equal
+            model,
+            world=mesh.world,
+            # the stages of a pipeline have different parameters
+            copies=mesh.replicas if self.arrangement.is_pipeline else mesh.world,
+            alike=mesh.replicas,
+            replicas=mesh.dp,
+            is_equal=self.parallel.keeps_equal,
+            shards=mesh.tp if mesh.tp.size > 1 else None,
+            sharers=self.arrangement.same_rows,
+            optimizer=optimizer,
         )
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
@@ -289,6 +293,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         batch, rows = self.arrangement.local(batch)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
+        self.passes.tells_loss = self._check.begin_step(step, batch.taken(), rows)
         world = self.group.comm.world
         world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
         counts, is_new = self._note_batch(batch)
@@ -307,9 +312,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         account = world.traffic, begin, collective_s
         is_steady = not (observed or is_new)
         lr = self.optimizer.lr
-        return _Started(
-            batch, place, now, lr, step, factor, rows, report, read, *account, is_steady
-        )
+        return _Started(batch, place, now, lr, step, factor, report, read, *account, is_steady)
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
         """End a step: read its numbers, meet the other ranks, judge, update, report.
@@ -357,17 +360,14 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 them.
         """
         batch, report = started.batch, started.report
-        says = {"learning rate": self.optimizer.lr, "number of updates": started.step}
-        self._check.begin(says, [batch.taken()], started.rows)
         failed = started.now.failed
-        check = self._check.number(started.step) + (failed is not None)
-        (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
+        (*sums, targets, failures), norm = self.exchange.meet((*numbers, failed is not None))
         report.loss_sum, report.score_sum = sums
-        if differ % self._check.modulus:
+        if failures:
             with agreed(self.group):
                 if failed is not None:
                     raise failed
-            self._check.refuse(f"step {started.step + 1}")
+        self._check.end_step(started.step, started.now.words)
         if targets != batch.global_targets:
             given = "group" if self._is_own else "arrangement"
             raise UsageError(

@@ -14,11 +14,10 @@ For a device there are two ways, with the same bits:
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -59,6 +58,8 @@ SMALL_BYTES = 2**16
 AHEAD = 2  # batches prefetched; at least one per thread
 # The largest part of a device's free memory that a data set may take; the model has the rest.
 RESIDENT_SHARE = 0.25
+TRIED_ROWS = 8  # by which the ranks' transforms are compared
+TRANSFORMED = f"the first {TRIED_ROWS} samples transformed to the checksum"
 # Gathered at once on a device: a batch of MNIST, 200 KB, costs the host 5 us in place of 70.
 GATHERED_BYTES = 2**24
 
@@ -205,7 +206,8 @@ class Order:
 
     def __init__(self, loader: Loader) -> None:
         self.world, self._dataset = loader.world, loader.dataset
-        names = "batch_size", "seed", "shuffle", "partition", "microbatches", "world", "transform"
+        self._transform, self._kind = loader.transform, loader._kind
+        names = "batch_size", "seed", "shuffle", "partition", "microbatches", "world"
         self._settings = {name: getattr(loader, name) for name in names}
         self.of_epochs = {name: self._settings[name] for name in names[:3]}
         self.of_epochs["samples"] = len(loader.dataset)
@@ -222,16 +224,36 @@ class Order:
 
     def texts(self) -> list[str]:
         """See `loop.Origin.texts`."""
-        values = vars(self._dataset).values()
-        arrays = [item for item in values if type(item) is np.ndarray and item.dtype != object]
-        samples = f"{len(self._dataset)} samples", f"samples with the checksum {checksum(*arrays)}"
         settings = (f"{name} {value}" for name, value in self._settings.items())
-        return [*samples, *(re.sub(" at 0x[0-9a-f]+", "", text) for text in settings)]
+        return [f"{len(self._dataset)} samples", self._samples, *settings]
 
     @cached_property
-    def code(self) -> int:
-        """See `loop.Origin.code`."""
-        return crc32("\n".join(self.texts()).encode())
+    def _samples(self) -> str:
+        values = vars(self._dataset).values()
+        arrays = [item for item in values if type(item) is np.ndarray and item.dtype != object]
+        return f"samples with the checksum {checksum(*arrays)}"
+
+    def transformed(self) -> str | None:
+        """See `loop.Origin.transformed`.
+
+        What a transform is, its attributes do not tell: they may be the rank's own, such as a file
+        or its number. So a copy of it is called, with the data set's first samples: twice, since
+        one that draws random numbers of its own says nothing.
+        """
+        if self._dataset.is_tokens:
+            return None  # and has no transform
+        indices = np.arange(min(TRIED_ROWS, len(self._dataset)))
+        try:
+            transform, lengths = deepcopy(self._transform), self._dataset.lengths
+            longest = None if lengths is None else int(lengths[indices].max(initial=0))
+            x, _ = self._dataset.pair(indices, self._kind, longest)
+            tries = {
+                checksum(x if transform is None else transform(x.copy(), indices, 0, 0))
+                for _ in range(2)
+            }
+        except Exception:  # such as a file that cannot be copied, or a used-up iterator
+            return None
+        return f"{TRANSFORMED} {tries.pop()}" if len(tries) == 1 else None
 
 
 def checksum(*arrays: Array) -> int:

@@ -89,10 +89,16 @@ class Known:
         is_warm: whether the last one ran in the memory of the graphs, so that the next one may be
             captured.
         last: the last recording, if it is not replayed, but may be compared with the next one.
+        pauses: of the last recording, see `recording.eager_while`.
     """
 
     refusal, unused, captures, is_warm = "", 0, 0, False
     last: "Recording | None" = None
+    pauses: Iterable[Callable[[], bool]] = ()
+
+    def is_paused(self) -> bool:
+        """Whether the step is done by Python this time."""
+        return bool(self.pauses) and any(is_due() for is_due in self.pauses)
 
 
 class Compiled(Settled, fixed="pool"):
@@ -183,11 +189,13 @@ class Compiled(Settled, fixed="pool"):
                 ) from None
             if held is None or not held.is_valid():
                 known = self._known_of(key)
-                if known.refusal:
+                if known.refusal or known.is_paused():
                     self._refusal = known.refusal
                     return _mapped(_copied, self._do(inputs, mode)[1])
                 watch = Watch(self._step, inputs, mode.memory)
                 return self._record(key, inputs, mode, watch, watch.xp)
+            if held.known.is_paused():
+                return _mapped(_copied, self._do(inputs, mode)[1])
             if held.is_due():
                 return self._audit(key, held, inputs, mode)
             return held.replay(inputs, mode)
@@ -274,6 +282,7 @@ class Compiled(Settled, fixed="pool"):
                 mode.memory.update(memory)
             known.captures, self._refusal = MOST_TRIES, f"{error}"
             return self._record(key, inputs, mode, watch, xp)
+        known.pauses = recorder.pauses
         if recorder.warms_up:
             return new.results()
         known.unused += 1

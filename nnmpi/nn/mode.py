@@ -57,6 +57,8 @@ class Mode(NamedTuple):
 
 _EVALUATING = Mode()
 _mode: ContextVar[Mode] = ContextVar("nnmpi_mode", default=_EVALUATING)
+# the last one that was left in which masks were drawn: a loss may be used outside of its block
+_left: ContextVar[Mode] = ContextVar("nnmpi_left_mode", default=_EVALUATING)
 
 
 class _ReadMode(Mode):
@@ -134,6 +136,9 @@ class within(ContextDecorator, AbstractContextManager[None]):
         _mode.set(self._change(mode))
 
     def _leave(self) -> None:
+        mode = _mode.get()
+        if mode.dropped:
+            _left.set(mode)
         _mode.set(self._before.pop())
 
 
@@ -231,3 +236,15 @@ def note_mask(layer: Any) -> None:
             stacklevel=3,
         )
     dropped.add(layer)
+
+
+def last_masks(model: Any) -> Mode | None:
+    """Return the mode in which a model drew the last dropout masks; None if another one drew them.
+
+    It is the present mode, or the one that was left last.
+    """
+    layers = {layer for _, layer in model.named_modules()}
+    for mode in (_mode.get(), _left.get()):
+        if mode.dropped and not layers.isdisjoint(mode.dropped):
+            return mode
+    return None

@@ -242,9 +242,9 @@ class Module(Settled):
         if recorder is not None and id(self) not in recorder.owners:
             recorder.owners.update((id(module), module) for _, module in self.named_modules())
         try:
-            result = self.forward(
-                *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
-            )
+            if named:
+                named = {name: _input(x) for name, x in named.items()}
+            result = self.forward(*map(_input, inputs), **named)
         except (AttributeError, TypeError, GraphError) as error:
             if not inputs or inputs[0] is not None:
                 raise
@@ -381,6 +381,11 @@ class Module(Settled):
     def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
         """Yield all buffers with their full names, in order of definition."""
         yield from self._leaves(Buffer)
+
+    def own_buffers(self, path: str) -> Iterator[tuple[str, Buffer]]:
+        """Yield this module's own buffers, not its children's; their names begin with `path`."""
+        for name, buffer in self._members(Buffer):
+            yield f"{path}.{name}".strip("."), buffer
 
     def entries(self) -> dict[str, Any]:
         """Return all parameters and buffers by their full names."""

@@ -46,6 +46,11 @@ class DropoutFunction(Function):
         self.rate, self.mask_key = rate, mask_key
         self.columns: Array | None = None
 
+    @property
+    def alike(self) -> str:
+        """See `Function.alike`. The layers know the keys of their masks: see `nn.mode`."""
+        return f"dropout of {self.rate}"
+
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; number this shard's columns as in the full row."""
         (x,) = inputs

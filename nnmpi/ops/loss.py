@@ -20,6 +20,7 @@ from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import answered
+from nnmpi.comm.agreement import as_text
 from nnmpi.ops.activation import log_softmax
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, Variable, converted
@@ -73,6 +74,12 @@ class OfLabels(Reduced):
         super().__init__(reduction)
         self.ignore_index, self.smoothing = ignore_index, smoothing
 
+    @property
+    def alike(self) -> str:
+        """See `Function.alike`."""
+        options = f"ignore_index={self.ignore_index}, label_smoothing={self.smoothing}"
+        return f"{type(self).__name__}({options})"
+
 
 class NLL(OfLabels):
     """-log p[label] per row of logarithms, with class weights, smoothed and masked.
@@ -85,9 +92,15 @@ class NLL(OfLabels):
     computes = returns = "float32"
 
     @property
+    def alike(self) -> str:
+        """See `Function.alike`."""
+        weight = self.saved[-1]
+        return super().alike if weight is None else f"{super().alike} of weights {as_text(weight)}"
+
+    @property
     def summands(self) -> tuple[int, ...]:
         """See `Function.summands`."""
-        _, _, shape, used = self.saved
+        _, _, shape, used, _ = self.saved
         rows = prod(shape[:-1])
         count = rows if used is None else int(used.sum())
         return () if self.reduction == "none" else (count, shape[0], rows)
@@ -110,13 +123,13 @@ class NLL(OfLabels):
         total = xp.sum(weights) if self.reduction == "mean" else None
         if total is not None:
             total = xp.where(total == 0, 1, total)
-        self.saved = (targets, total, x.shape, used)
+        self.saved = (targets, total, x.shape, used, weight)
         if self.reduction == "none":
             return losses.reshape(x.shape[:-1])
         return xp.sum(losses) if total is None else xp.sum(losses) / total
 
     def backward(self, grad: Array) -> Grads:
-        targets, total, shape, _ = self.saved
+        targets, total, shape, _, _ = self.saved
         share = grad if total is None else grad / total
         return (targets * -share.reshape(-1, 1)).reshape(shape), None, None
 
@@ -183,6 +196,11 @@ class ElementwiseLoss(Reduced):
     def __init__(self, reduction: str, formula: LossFormula, delta: float) -> None:
         super().__init__(reduction)
         self.formula, self.delta = formula, delta
+
+    @property
+    def alike(self) -> str:
+        """See `Function.alike`."""
+        return f"{self.formula.__name__.strip('_')}(delta={self.delta})"
 
     @property
     def summands(self) -> tuple[int, ...]:

@@ -123,6 +123,11 @@ class BatchNormFunction(Norm):
 
     computes = "parameters"
 
+    @property
+    def alike(self) -> str:
+        """See `Function.alike`."""
+        return "batch normalization by the statistics of the batch"
+
     def pair(self, kernels: Any) -> tuple[Any, Any]:
         """See `Norm.pair`."""
         return self._normalize, self._derive

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
@@ -173,6 +172,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         self.rates = tuple(rate / self.lr if self.lr else 1.0 for rate in rates)
         self.steps = 0
         self.storage = storage
+        storage.updated_by = ref(self)
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
         self._hold_arrays()
 
@@ -238,7 +238,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         self._require_same_arrays()
         self._update_all(lr, self._blocks, self.storage.frozen())
         self.storage.spent = True
-        self.storage.updated = self._rule, lr, self.steps
         self.storage.finish_update()
 
     def rule(self, by_group: bool = True) -> list[str]:
@@ -258,14 +257,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 numbers[name] = dict(zip(self.storage.groups, getattr(self, name), strict=True))
         texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
         return [type(self).__name__, *texts]
-
-    @cached_property
-    def _rule(self) -> str:
-        """The rule without what changes from update to update."""
-        if not is_own(type(self)):  # its attributes may be the rank's own
-            return type(self).__name__
-        changing = "lr ", "steps "
-        return ", ".join(text for text in self.rule() if not text.startswith(changing))
 
     def check_place(self, batches: Reached) -> None:
         """Refuse an update on batches that are not those with which the training goes on.

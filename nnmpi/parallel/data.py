@@ -22,14 +22,13 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import call
+from nnmpi.backend.recording import active, call, eager_while
 from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, check_int, counted
 from nnmpi.base.ownership import claim
 from nnmpi.base.settled import Settled
 from nnmpi.base.units import format_bytes
-from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, AlgorithmLike
-from nnmpi.comm.buffers import is_device, to_host
+from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
@@ -38,7 +37,7 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
-from nnmpi.parallel.witness import Losses, UpdateWitness
+from nnmpi.parallel.witness import UpdateWitness
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import turns_of
@@ -61,13 +60,12 @@ class StatisticsSum:
 
 
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
-_GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
 
 class Replicas(
     Settled,
     fixed="model group storage shares_batches released notice holders keeps_own keeps_equal"
-    " is_fused",
+    " meets_in_passes is_fused",
 ):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
@@ -83,7 +81,8 @@ class Replicas(
 
     Attributes:
         keeps_own: whether each rank still has its own gradients, or all sums, after a step.
-        keeps_equal: whether each rank has all weights, the same bits as the others.
+        keeps_equal: whether all ranks have the same bits of what they all have of the weights.
+        meets_in_passes: whether the ranks meet within each backward pass, not only in the last.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
             each rank has its own.
@@ -98,6 +97,7 @@ class Replicas(
 
     keeps_own: ClassVar[bool] = True
     keeps_equal: ClassVar[bool] = True
+    meets_in_passes = False
     is_fused: ClassVar[bool] = False
     holders = 1
     shares_batches = True
@@ -111,10 +111,10 @@ class Replicas(
         # summed: whether the gradients are a finished step's sums
         self._now = SimpleNamespace(last=None, summed=False)
         self.released = False
-        self._is_checked = False  # whether the ranks have compared their first losses
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
-        self.storage.replicas, self._witness = group, UpdateWitness(model, group, self.keeps_equal)
+        self.storage.replicas = group
+        self._witness = UpdateWitness(model, group, self.keeps_equal, self.meets_in_passes)
         if group.size > 1 and runs_backward:
             for span in self.storage.spans:  # all of them: a stray pass may reach any parameter
                 span.parameter.guard = self._check_pass
@@ -172,13 +172,7 @@ class Replicas(
         # recorded, so that a compiled step repeats it each time
         call(self.begin_pass, (last,), ())
         if self.group.size > 1:
-            losses = Losses.of(loss_sum, not self._is_checked)
-            call(self._witness.note, (samples, losses), ())
-            if last and not self._is_checked:
-                self._is_checked = True
-                self._check_samples(losses, samples)
-            if last:
-                call(self.send_witness)  # on a device it writes to an array
+            self._compare(loss_sum, samples, last)
         try:
             loss_sum.backward(seed)
             call(self.finish_pass)
@@ -187,43 +181,22 @@ class Replicas(
         if last:
             call(self.finish)
 
-    def send_witness(self) -> None:
-        """Add what this rank says of an update to what the ranks sum."""
+    def _compare(self, loss_sum: Tensor, samples: int, last: bool) -> None:
+        """Compare with the other ranks what this pass does, if that is due. Collective then.
 
-    def _check_samples(self, losses: Losses, samples: int) -> None:
-        """Refuse to divide the first losses by another number than the global batch's. Collective.
-
-        What this has shown the witness looks at in each update.
+        A compiled step is done by Python then: its replays compare nothing.
         """
-        window = self._witness.losses
-        is_mean, own, says = losses.is_mean, window.counts, window.says
-        by_rank = self.group.gather([samples, is_mean and says, own, says])
-        heard = next((number for number, *_, says in by_rank if says), samples)
-        refuse_different(
-            [[number if says else heard] for number, *_, says in by_rank],
-            "the ranks divide their losses by different numbers of samples",
-            _GLOBAL_SAMPLES,
-            UsageError,
-        )
-        counts = [row for _, _, row, _ in by_rank]
-        kinds = [] if None in counts else [*zip(*counts, strict=True)]
-        for kind in kinds:
-            # 1 may also say that the sum is wanted
-            is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)
-            is_all = is_own or 1 < max(kind) < sum(kind) == samples
-            if is_mean and losses.is_whole and is_all:
-                raise UsageError(
-                    f"backward divides by {samples} samples, and the loss is a mean already; give"
-                    ' it with reduction="sum"'
-                )
-            # the elements of a rank's rows may be as many as the rows of all ranks
-            # several losses of the same rows may have a pass each
-            rights = samples, samples * window.passes
-            if is_own and not any(sum(counts) in rights for counts in kinds):
-                raise UsageError(
-                    f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES};"
-                    " several losses of the same rows are added, for one backward"
-                )
+        witness = self._witness
+        eager_while(witness.is_due)
+        if witness.is_due():
+            if last or self.meets_in_passes:
+                call(self.begin_comparison, when="once")
+            call(partial(witness.compare, loss_sum, samples, last), when="once")
+        elif active() is None:
+            witness.note(loss_sum, samples, last)
+
+    def begin_comparison(self) -> None:
+        """Meet the ranks before a comparison, where they also meet outside of `backward`."""
 
     # ---- a Worker's step ----
 
@@ -259,6 +232,7 @@ class Replicas(
         self.check_not_released()
         self.storage.finish_gradients()
         self._now.summed, self.storage.unsummed = True, False
+        self._witness.updates += 1
 
     def meet(
         self, numbers: Sequence[float], group: Group, norm: Callable[[], float]
@@ -299,8 +273,7 @@ class Replicas(
                 " model.zero_grad() before each step (and backward(..., last=False) for all but the"
                 " last of a step's losses)"
             )
-        if not self.storage.unsummed:
-            self._witness.begin()
+        self._witness.begin_pass(not self.storage.unsummed)
         self._now.summed, self._now.last = False, last
         self.storage.unsummed, self.storage.spent = not last and self.group.size > 1, False
 
@@ -386,8 +359,6 @@ class DataParallel(Replicas, fixed="exchange"):
             "native" or "ring"; or one name for each bucket.
         bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
             `comm.gradients`).
-        compares: whether each update carries what the ranks compare, see `parallel.witness`; a
-            Worker compares more, with its losses.
         overlap: whether buckets are summed while the backward pass still runs, or all at its end.
             None to choose: overlap pays between nodes and with arrays on a device. On one node it
             does not, since a core that computes has no cycles to copy with (a small MLP's step took
@@ -421,7 +392,6 @@ class DataParallel(Replicas, fixed="exchange"):
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         runs_backward: bool = True,
-        compares: bool = True,
     ) -> None:
         check_free(model, group)
         storage = model.storage
@@ -432,9 +402,8 @@ class DataParallel(Replicas, fixed="exchange"):
             for s in storage.spans
         ]
         try:
-            tail = storage.tail if compares and group.size > 1 else None
             self.exchange = BucketExchange(
-                group, storage.grads, spans, allreduce, bucket_bytes, overlap, tail
+                group, storage.grads, spans, allreduce, bucket_bytes, overlap
             )
         except NnmpiError:  # on all ranks
             _unshare_gradients(storage, group, self._shared)
@@ -468,37 +437,10 @@ class DataParallel(Replicas, fixed="exchange"):
         """See `Replicas.progress`."""
         self.exchange.progress()
 
-    def send_witness(self) -> None:
-        """See `Replicas.send_witness`: in the tail of the gradients."""
-        tail, numbers = self._tail, self._witness.numbers()
-        if tail is not None:
-            tail[...] = (
-                numbers if isinstance(tail, np.ndarray) else namespace(tail).asarray(numbers)
-            )
-            self._tells = True
-
     def finish(self) -> None:
         """See `Replicas.finish`."""
         super().finish()
         self.exchange.finish()
-        tail = self._tail
-        if self._tells and tail is not None:
-            self._tells = False
-            sums = (tail if isinstance(tail, np.ndarray) else to_host(tail)).tolist()
-            tail.fill(0)
-            self._witness.judge(sums)
-
-    _tells = False  # whether the gradients under way carry a witness
-    _tail_of, _tail_now = -1, None  # the storage's `moves` when it was looked up
-
-    @property
-    def _tail(self) -> Array | None:
-        """The room for a witness in the gradients, see `FlatStorage.tail`."""
-        storage = self.storage
-        if self._tail_of != storage.moves:
-            self._tail_of, place = storage.moves, storage.tail
-            self._tail_now = None if place is None else storage.grads[place[0]][place[1]]
-        return self._tail_now
 
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""

@@ -196,15 +196,17 @@ class Variable:
         """Accumulate one operation's contribution to this leaf's gradient, maybe in place."""
         if self.guard is not None:
             self.guard()
+        recorder = active()
+        given = grad if recorder is None else bare(grad)
         if self._grad is not None:
-            if bare(grad) is not self._grad:  # else backward has added it (`Function.sum_into`)
+            if given is not self._grad:  # else backward has added it (`Function.sum_into`)
                 np.add(writable(self._grad), grad, out=writable(self._grad))
             return
         # without a buffer a copy: the array may be shared
         target = np.empty_like(grad) if self.buffer is None else self.buffer
-        if bare(grad) is not target:
+        if given is not target:
             np.copyto(writable(target), grad)
-        self._grad, recorder = bare(target), active()
+        self._grad = target if recorder is None else bare(target)
         if recorder is not None:
             recorder.record(setattr, self, "_grad", self._grad)
             if self.buffer is None:
@@ -364,6 +366,11 @@ class Function:
         """
         return ()
 
+    @property
+    def alike(self) -> str:
+        """What ranks that train one model have in common, as text: a loss's options, a mode."""
+        return ""
+
     def __reduce__(self) -> NoReturn:
         raise GraphError(
             "a tensor of a graph cannot be copied or pickled; copy x.detach(), or compute it under"
@@ -464,7 +471,7 @@ class Function:
         return (*inputs[:kept], *map(_wide, inputs[kept:])), low
 
     def _product_inputs(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
-        dtype = product_dtype(type(self).__name__, *(x for x in inputs if x is not None))
+        dtype = product_dtype(type(self).__name__, *[x for x in inputs if x is not None])
         if not isinstance(inputs[0]._data, np.ndarray):
             self.product_dtype = dtype if is_floating(dtype) else None
             return inputs, None
@@ -506,7 +513,7 @@ class Function:
         leaf = edges[i]
         if not isinstance(leaf, Variable) or leaf.buffer is None:
             return None
-        return leaf if sum([edge is leaf for edge in edges]) == 1 else None
+        return leaf if [*map(id, edges)].count(id(leaf)) == 1 else None
 
     def add_grad(self, grad: Array) -> None:
         """Accumulate one use's contribution to the output's gradient.

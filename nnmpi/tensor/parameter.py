@@ -8,8 +8,7 @@ known. Initial values come from a stream keyed by seed and full name, so they do
 layout. A parameter's `data` and gradient are views into the flat arrays. So one optimizer call
 updates a group, one message sums a bucket, and a shard is a range of offsets. With an allocator of
 shared memory the ranks of a node read one another's gradients. Each parameter begins at a multiple
-of 64 bytes; the gaps hold zeros. Behind the last one there is room for a few numbers that travel
-with the gradients (`FlatStorage.tail`).
+of 64 bytes; the gaps hold zeros.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ from nnmpi.tensor.function import Variable, Version, writable
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
-TAIL = 6  # the elements of `FlatStorage.tail`
 
 Initializer: TypeAlias = Callable[[np.random.Generator, Shape], Array]
 Allocate: TypeAlias = Callable[[int, Any], Array]  # (elements, dtype) -> a 1-D array of zeros
@@ -342,9 +340,6 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         seed: of the initial values.
         version: the version counter of the parameters.
         ranks: the group that shards these arrays (ZeRO); None if each rank has all of them.
-        tail: the number of an array, and TAIL elements behind its last parameter, where a strategy
-            puts what the ranks compare (see `parallel.witness`): behind the last parameter that is
-            the same on all ranks. None without one, or if `has_tail` is False.
         keeps_parts: whether gradients are there of which each rank keeps a part alone.
         is_stage: whether these are the parameters of some stages of a pipeline.
         check: refuses a model with other parameters than these, and lets those look at a change
@@ -352,7 +347,6 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     """
 
     seed, is_stage, keeps_parts = 0, False, False
-    has_tail = True
     ranks: Any = None
     check: Any = None
 
@@ -392,11 +386,6 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             [label for label, *_ in buffers],
             [is_local for _, is_local, _ in buffers],
         )
-        self.tail: tuple[int, slice] | None = None
-        last = [span for span in self.spans if self.has_tail and not span.parameter.rank_local][-1:]
-        for span in last:
-            self.tail = span.buffer, slice(span.stop, span.stop + TAIL)
-            lengths[span.buffer] = aligned(span.stop + TAIL, dtype.itemsize)
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)

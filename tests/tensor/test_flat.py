@@ -85,7 +85,7 @@ def test_groups():
     assert storage.groups == ["weights", "rest"]
     assert [span.buffer for span in storage.spans] == [0, 1, 0, 1, 1, 0]
     assert [span.parameter for span in storage.spans] == list(parameters.values())
-    assert [flat.size for flat in storage.data] == [flat.size for flat in storage.grads] == [48, 48]
+    assert [flat.size for flat in storage.data] == [flat.size for flat in storage.grads] == [32, 48]
     for span in storage.spans:
         assert span.parameter.size == 0 or np.shares_memory(
             storage.data[span.buffer], span.parameter.data

@@ -43,12 +43,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.shard import buckets, common, part, split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
-from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device, to_host
+from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.gradients import BUCKET_BYTES
@@ -61,14 +61,20 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
-from nnmpi.tensor.parameter import TAIL, Allocate, FlatStorage, Parameter, Span, aligned
+from nnmpi.tensor.parameter import Allocate, FlatStorage, Parameter, Span, aligned
 
 NO_GATHER = (
     "each rank has only part of this model's parameters, and the strategy that gathers them"
     " was released; to continue with a whole model, call gather_model() instead of release()"
 )
-# where ranks meet that share memory: before a sum, after it, after an update
-PLACES = "begun a sum of gradients", "ended a sum of gradients", "called optimizer.step()"
+# where ranks meet that share memory: before a sum, after it, after an update; and before they
+# compare one by other messages
+PLACES = (
+    "begun a sum of gradients",
+    "ended a sum of gradients",
+    "called optimizer.step()",
+    "called backward",
+)
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
@@ -107,9 +113,8 @@ class MessageTransport:
                 tag = len(data) + i
                 self._sums[i] = bind(grads[i], tag=tag, operation=REDUCE_SCATTER.name)
 
-    def meet(self, place: int, numbers: Sequence[float] = ()) -> list[float] | None:
-        """Return nothing: messages wait for one another. See `NodeTransport.meet`."""
-        return None
+    def meet(self, place: int) -> None:
+        """Do nothing: messages wait for one another. See `NodeTransport.meet`."""
 
     def sum(self, i: int, adds: bool) -> None:
         """Sum an array of gradients over the ranks.
@@ -220,7 +225,7 @@ class NodeTransport:
     Args:
         group: to be freed.
         node: adds gradients in place.
-        places: int64, (2, ranks, 1 + numbers): where each rank is, by turns in two rows.
+        places: int64, (2, ranks): where each rank is, by turns in two rows.
     """
 
     is_shared = True
@@ -228,7 +233,7 @@ class NodeTransport:
     def __init__(self, group: Group, node: NodeSum, places: Array) -> None:
         self._group, self._node, self._places, self._turn = group, node, places, 0
 
-    def meet(self, place: int, numbers: Sequence[float] = ()) -> list[float]:
+    def meet(self, place: int) -> None:
         """Wait for the other ranks before the next read or write.
 
         Each rank says where it is, and all compare: of two that meet in different places, one would
@@ -237,26 +242,20 @@ class NodeTransport:
 
         Args:
             place: in PLACES.
-            numbers: of this rank; as many as the tail has elements, or none.
-
-        Returns:
-            The sums of the ranks' numbers.
 
         Raises:
             UsageError: on all ranks, naming them.
         """
         self._turn = 1 - self._turn
         rows = self._places[self._turn]
-        rows[self._node.memory.rank] = (place, *numbers) if numbers else place
+        rows[self._node.memory.rank] = place
         self._node.barrier.run()
-        places, *columns = rows.T.tolist()
         refuse_different(
-            [[PLACES[number]] for number in places],
+            [[PLACES[number]] for number in rows.tolist()],
             "the ranks meet at different places of their loops",
             "call backward and optimizer.step() equally often on all ranks",
             UsageError,
         )
-        return [*map(sum, columns)]
 
     def sum(self, i: int, adds: bool) -> None:
         """See `MessageTransport.sum`: each rank adds its slice of all ranks' arrays."""
@@ -332,7 +331,6 @@ class ShardedStorage(FlatStorage):
             )
         self.ranks = self.replicas = ranks
         self.stage, self._store = stage, store
-        self.has_tail = stage == 1  # the passes of stages 2 and 3 send a few numbers anyway
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
@@ -346,7 +344,6 @@ class ShardedStorage(FlatStorage):
             return f"{unit_of.get(parameter, COMMON)} {label}"
 
         self.transport: MessageTransport | NodeTransport = MessageTransport(self)
-        self._told: tuple[Sequence[float], Callable[[Sequence[float]], None]] | None = None
         super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
         self.known_groups = set(self.groups)
@@ -555,26 +552,19 @@ class ShardedStorage(FlatStorage):
         if not (full or self.is_node_shared):  # there all meet, whatever each has frozen
             return
         with self.ranks.collective(REDUCE_SCATTER.name):
-            told = self._told
-            sums = self.transport.meet(0, () if told is None else told[0])
+            self.transport.meet(0)
             for i in full:
                 adds = self.stage > 1 and not self._fresh[i]
                 self._fresh[i] = False
                 self.count(i)
                 self.transport.sum(i, adds)
             self.transport.meet(1)
-        if told is not None and sums is not None:
-            self._told = None
-            told[1](sums)
 
     def _complete(self, number: int) -> Iterable[int]:
         """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self.pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        # in shared memory the numbers travel by themselves, see `NodeTransport.meet`
-        tail = None if self._told is None or self.is_node_shared else self.tail
-        tells = tail is not None and tail[0] in pieces
-        if not tells and not any(self.spans[i].parameter.requires_grad for i in numbers):
+        if not any(self.spans[i].parameter.requires_grad for i in numbers):
             return ()
         ends = dict.fromkeys(pieces, 0)
         for i in numbers:
@@ -587,37 +577,7 @@ class ShardedStorage(FlatStorage):
                 span.parameter.grad = None
         for i, end in ends.items():
             self._grads[i][end:] = 0
-        if tells and tail is not None and self._told is not None:
-            grads, numbers_told = self._grads[tail[0]], self._told[0]
-            grads[tail[1]] = namespace(grads).asarray(numbers_told)
         return ends
-
-    def tell(self, numbers: Sequence[float], judge: Callable[[Sequence[float]], None]) -> None:
-        """Send a few numbers with this step's gradients; their sums come with the new weights.
-
-        A reduce-scatter leaves the sum of each element on the rank that owns it, and that rank
-        gives it to all with its weights. With shared memory all read them at the next barrier.
-
-        Args:
-            numbers: as many as the tail has elements.
-            judge: called with the sums, at the end of the update.
-        """
-        self._told = (numbers, judge) if self.tail is not None else None
-
-    def take_told(self) -> None:
-        """Take this rank's elements of the summed numbers out of the gradients."""
-        if self._told is not None:
-            buffer, here = self._told_here()
-            self._told_sums = self.grads[buffer][here].copy()
-            self.grads[buffer][here] = 0
-
-    def _told_here(self) -> tuple[int, slice]:
-        """Return the tail's array, and this rank's elements of the tail in its part."""
-        assert self.tail is not None
-        buffer, part = self.tail
-        local = self.slices[buffer]
-        own = common(local, part)
-        return buffer, slice(own.start - local.start, own.stop - local.start)
 
     # ---- parameters ----
 
@@ -664,7 +624,7 @@ class ShardedStorage(FlatStorage):
                 0 if is_own else length
                 for length, is_own in zip(lengths, self.rank_local, strict=True)
             ]
-            places = 2 * memory.size * (1 + TAIL), np.dtype("int64")
+            places = 2 * memory.size, np.dtype("int64")
             at, *data = memory.common_all([places, *((length, dtype) for length in shared)])
             grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
@@ -686,7 +646,7 @@ class ShardedStorage(FlatStorage):
         parts = [full[item] for full, item in zip(grads, self.slices, strict=True)]
         totals = self._with_own(parts if self.stage == 1 else list(self.grads), empty)
         node = NodeSum(grads, memory, owns=owns, totals=totals)
-        self.transport = NodeTransport(group, node, at.reshape(2, memory.size, 1 + TAIL))
+        self.transport = NodeTransport(group, node, at.reshape(2, memory.size))
         self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
         self.grads = self._with_own(node.totals, self.grads)
 
@@ -694,17 +654,8 @@ class ShardedStorage(FlatStorage):
         """Publish all new parameters; in stage 3, discard the gathered old ones."""
         super().finish_update()
         self.transport.release()
-        told, self._told = self._told, None
-        if told is not None:
-            buffer, here = self._told_here()
-            self.data[buffer][here] = self._told_sums
         with self.ranks.collective(ALL_GATHER.name):
             self.transport.publish()
-        if told is not None and self.tail is not None:
-            tail = self._data[buffer][self.tail[1]]
-            sums = to_host(tail).tolist()
-            tail[...] = 0
-            told[1](sums)
 
     def unit_of(self, span: Span) -> int:
         """Return the unit of a parameter; COMMON for this rank's own, too."""
@@ -884,10 +835,8 @@ def predict_bytes(
     runs = [*(unit.parameters for unit in cut), shared]
     order = [item for item in model.parameters() if not item.rank_local]
 
-    last = {*order[-1:]} if stage < 2 else set()  # has the room of `FlatStorage.tail`
-
     def length(parameters: Sequence[Parameter]) -> int:
-        return sum(aligned(item.size + TAIL * (item in last), itemsize) for item in parameters)
+        return sum(aligned(item.size, itemsize) for item in parameters)
 
     *lengths, rest = [length(parameters) * itemsize for parameters in runs]
     full = sum(lengths) + rest if stage == 1 else length(order) * itemsize

@@ -5,7 +5,7 @@ On one node no message is sent: see `ShardedStorage.connect`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import COMMON, NO_GATHER, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
-from nnmpi.tensor.parameter import TAIL, FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
 NO_PASS = -2  # no backward pass is running
@@ -91,10 +91,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         [448, 448]
     """
 
-    keeps_own = keeps_equal = False
+    keeps_own = False
     storage: ShardedStorage
     _known: KnownLayers | None = None  # those of the units, if passes go from unit to unit
-    _numbers: Sequence[float] = (0,) * TAIL  # of the witness of this pass
 
     def __init__(
         self,
@@ -114,8 +113,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             values = {span.parameter.name: span.parameter.data for span in old.spans}
             model.storage = _rebuild(old, values, sharded(model, group, stage, unit_bytes))
             model.storage.known_groups |= old.known_groups
+        assert isinstance(model.storage, ShardedStorage)
+        self.stage = model.storage.stage
+        self.meets_in_passes = runs_backward and self.stage > 1
         super().__init__(model, group, runs_backward)
-        self.stage = self.storage.stage
         self._at = NO_PASS  # the unit of the running backward pass
         own = group.duplicate()
         try:
@@ -126,7 +127,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             if values:
                 model.storage = _rebuild(old, values, FlatStorage)
             raise
-        self._in_units = runs_backward and self.stage > 1
+        self._in_units = self.meets_in_passes
         self._forward_model = model.forward  # for a model that is no chain, thus one unit
         # a rank's stages compute nothing alone
         self._gathers = self.stage > 1 and (runs_backward or not isinstance(model, ModelPart))
@@ -227,12 +228,14 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     def _begin_again(self, wanted: bool) -> bool:
         """Begin with the last unit again if some rank's graph has another forward. Collective."""
-        again, *sums = self.group.sum_floats([wanted, *self._numbers])
+        again, last = self.group.sum_floats([wanted, bool(self._now.last)])
+        if last not in (0, self.group.size):
+            raise UsageError(
+                "for some ranks this backward pass is the last one of an update, for others it is"
+                " not; call backward equally often on all ranks"
+            )
         if again:
             self._begin_units()
-        elif any(sums):
-            self._numbers = (0,) * TAIL
-            self._witness.judge(sums)
         return again > 0
 
     def _finish_units(self, number: int) -> None:
@@ -247,13 +250,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             if self._at >= 0:
                 self._acquire(self._at)
 
-    def send_witness(self) -> None:
-        """See `Replicas.send_witness`: at the end of the pass, or with the new weights."""
-        numbers = self._witness.numbers()
-        if self.stage > 1:
-            self._numbers = numbers
-        else:
-            self.storage.tell(numbers, self._witness.judge)
+    def begin_comparison(self) -> None:
+        """See `Replicas.begin_comparison`: another rank may be in `optimizer.step()`."""
+        self.storage.transport.meet(3)
 
     def finish_pass(self) -> None:
         """Sum the remaining units, and end the pass; see `Replicas.finish_pass`."""
@@ -276,7 +275,6 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             # in a pipeline, stages 2 and 3 have summed each microbatch's units already
             units = range(len(self.storage.units) if self.stage == 1 else 0)
             self.storage.reduce(*reversed(units), COMMON)
-            self.storage.take_told()
 
     # ---- the model ----
 
