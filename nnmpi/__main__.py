@@ -1,8 +1,11 @@
-"""`nnmpi COMMAND`: run a command; without one, list them. `python -m nnmpi COMMAND` is the same."""
+"""`nnmpi COMMAND`: run a command; without one, list them.
 
-import os
+The current folder may come from somebody else, so it is not on the path of modules: a file in it
+such as random.py is not imported. (`python -m nnmpi COMMAND` does the same work, but there Python
+itself puts the folder first.) Code that an option names is found by `base.custom`.
+"""
+
 import sys
-from contextlib import suppress
 from runpy import run_module
 
 from nnmpi.base.command import say
@@ -12,9 +15,6 @@ from nnmpi.commands.table import find_command, list_commands
 
 def main() -> None:
     """Run the command that the command line names."""
-    if not sys.flags.safe_path:
-        with suppress(OSError):  # the folder is gone
-            sys.path[0] = os.getcwd()  # as `python -m` does; a script begins with its own folder
     name, *words = sys.argv[1:] or [""]
     try:
         module = find_command(name)

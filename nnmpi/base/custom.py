@@ -2,18 +2,24 @@
 
 Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
 also takes such a name. In the library, pass the function itself.
+
+Only what is named is imported, with what it imports itself: see `beside`.
 """
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError, raised_as
+
+_LIBRARY = Path(os.__file__).parent
+LIBRARY = (str(_LIBRARY), str(_LIBRARY / "lib-dynload"))  # the standard one's in `sys.path`
 
 
 class Custom(str):
@@ -97,10 +103,8 @@ def load_custom(name: Any, option: str, signature: str) -> Any:
     if custom is None:
         return name
     source, function, given = custom.source, custom.function, f"{option} {name}"
-    folder = str(custom.file.resolve().parent) if custom.file else sys.path[0]
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as for `python FILE.py`: it may import what lies beside it
-    module = load_file(custom.file, given) if custom.file else _load_module(source, given)
+    with beside(custom.file.resolve().parent if custom.file else Path.cwd()):
+        module = load_file(custom.file, given) if custom.file else _load_module(source, given)
     result = getattr(module, function, None)
     if not callable(result):
         raise UsageError(
@@ -184,6 +188,29 @@ def raised(call: str, file: str | None, error: BaseException) -> str:
     ]
     location = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
     return f"{call} raised {type(error).__name__}{location}: {error}"
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[None]:
+    """Let the body import modules of a folder; afterwards they are found behind all others.
+
+    A file that is called as a module of the standard library must not be imported in its place, be
+    it by nnmpi or by NumPy: so the folder never stands before the library. In the body, which
+    imports what the user has named, it stands before installed packages, as for `python FILE.py`.
+    Afterwards it stands behind these, for imports within the user's functions.
+    """
+    name = str(folder)
+    behind = 1 + max((n for n, entry in enumerate(sys.path) if entry in LIBRARY), default=-1)
+    if name in sys.path[:behind]:  # a program's own folder, or one of PYTHONPATH
+        yield
+        return
+    sys.path.insert(behind, name)
+    try:
+        yield
+    finally:
+        sys.path.remove(name)
+        if name not in sys.path:
+            sys.path.append(name)
 
 
 def load_file(file: Path, given: str) -> Any:

@@ -74,6 +74,18 @@ def start_words(ranks: int, environ: Mapping[str, str] = os.environ) -> str:
     return f"{'srun' if launch is not None and launch.name == 'srun' else 'mpirun'} -n {ranks}"
 
 
+def python_words() -> list[str]:
+    """Return the words that start another Python with nnmpi, but not with the current folder's files.
+
+    -P keeps the folder off the path of modules. In a checkout that is not installed the folder is
+    where nnmpi itself is found, so there it stays.
+    """
+    with suppress(OSError):  # the folder is gone
+        if Path(__file__).resolve().parents[2] == Path.cwd():
+            return [sys.executable]
+    return [sys.executable, "-P"]
+
+
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else None

@@ -35,6 +35,7 @@ from types import FrameType
 from nnmpi.base.command import check_numbers, printable, read_command, say
 from nnmpi.base.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.base.files import check_ordinary, is_locked, json_text, opened_to_write, read_json
+from nnmpi.base.launcher import python_words
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.lab.launching import (
     Launcher,
@@ -248,7 +249,7 @@ class Supervisor:
             else self._launcher
         )
         words = self._words(ranks)
-        command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]
+        command = [*launcher.command(ranks, hosts), *python_words(), "-m", "nnmpi.train", *words]
         without = f" without {', '.join(lost)}" if lost else ""
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step, starts = time.monotonic(), self._step(), count_lines(self._files.starts)

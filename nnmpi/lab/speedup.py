@@ -27,6 +27,7 @@ from typing import Any
 from nnmpi.base.command import flag_of, read_command, read_words, require, say
 from nnmpi.base.errors import LaunchError, UsageError, counted, raised_as
 from nnmpi.base.files import write_json
+from nnmpi.base.launcher import python_words
 from nnmpi.base.picture import check_figure, new_figure, save_figure
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
@@ -168,7 +169,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as folder:
         run = Path(folder) / "run"
         program = ["-m", "nnmpi.train", "--log-every", "5", "--eval-every", "0", "--quiet"]
-        command = [*start, sys.executable, *program, *words, *more, "--out", str(run)]
+        command = [*start, *python_words(), *program, *words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             text = [line for line in ran.stderr.splitlines() if line.strip()] or ["no output"]

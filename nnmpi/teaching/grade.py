@@ -71,6 +71,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from nnmpi.base.command import check_numbers, printable, read_command, require, say
 from nnmpi.base.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.base.files import json_text, parse_json, read_toml, rebuilt, write_atomically
+from nnmpi.base.launcher import python_words
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
 from nnmpi.teaching.exercise.exercises import EXERCISES, POWERS, SHAPES, find
@@ -425,7 +426,7 @@ def grade_class(
         is_file = submission.is_file() and submission.suffix == ".py"
         if not submission.is_symlink() and (submission.is_dir() or is_file):
             try:
-                command = [sys.executable, "-c", CHILD, str(file), str(submission)]
+                command = [*python_words(), "-c", CHILD, str(file), str(submission)]
                 done = subprocess.run(
                     command, capture_output=True, encoding="utf-8", timeout=limit_s, check=True
                 )

@@ -9,7 +9,6 @@ its status.
 """
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf, prod
@@ -19,7 +18,7 @@ from typing import Any
 from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_toml
-from nnmpi.base.launcher import idle_cores, read_launch
+from nnmpi.base.launcher import idle_cores, python_words, read_launch
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
@@ -154,7 +153,7 @@ def rank_command(words: Sequence[str]) -> list[str]:
     if ranks is None or ranks == 1:
         return []
     start = offered("find_launcher")(ranks, ()).command(ranks, {})
-    return [*start, sys.executable, "-m", "nnmpi.train", *without(RANKS, words)]
+    return [*start, *python_words(), "-m", "nnmpi.train", *without(RANKS, words)]
 
 
 def without(names: Sequence[str], words: Sequence[str]) -> list[str]:

@@ -194,11 +194,12 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         life.begin()
         return levels["THREAD_FUNNELED"]
 
+    installed = PathFinder.find_spec("mpi4py")
     vars(package).update(
         MPI=mpi,
         rc=settings,
         # its parts in Python, such as mpi4py.util, if it is installed
-        __path__=list(getattr(PathFinder.find_spec("mpi4py"), "submodule_search_locations", ())),
+        __path__=list(installed.submodule_search_locations or ()) if installed else [],
         __version__="4.1.2",
         __getattr__=partial(refuse, package),
     )
