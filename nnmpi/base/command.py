@@ -56,7 +56,7 @@ from unicodedata import category
 
 from nnmpi.base.custom import Custom, is_custom, name_of
 from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
-from nnmpi.base.files import opened_to_write
+from nnmpi.base.files import OutputFile, check_output, opened_to_write
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
@@ -82,6 +82,7 @@ PLAIN: Mapping[Any, tuple[str, str]] = {
     float: ("NUMBER", "a number"),
     str: ("TEXT", "text"),
     Path: ("PATH", "a path"),
+    OutputFile: ("FILE", "a path"),
     Custom: ("FILE.py:NAME", "FILE.py:NAME"),
     Bytes: ("BYTES", "a number of bytes such as 512MiB"),
     Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
@@ -426,11 +427,22 @@ def read_words(
     read: list[Any] = [*paths]
     if names.endswith(MANY):
         read[len(places) - 1 :] = [paths[len(places) - 1 :]]
-    return dict(zip(places, read, strict=False)) | {
+    given = {
         option.name: _read(option, *taken[option.name])
         for option in options
         if option.name in taken
     }
+    _check_outputs(given, [Path(path) for path in paths])
+    return dict(zip(places, read, strict=False)) | given
+
+
+def _check_outputs(given: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Refuse files to write that must stay, before anything is computed: see `check_output`."""
+    outputs = {name: value for name, value in given.items() if isinstance(value, OutputFile)}
+    options = [value for name, value in given.items() if isinstance(value, Path)]
+    inputs = [*paths, *(value for value in options if not isinstance(value, OutputFile))]
+    for name, file in outputs.items():
+        check_output(file, f"{flag_of(name)} {file}", given.get("replace", False), inputs)
 
 
 def make_section(section: type[T], values: Mapping[str, Any]) -> T:
@@ -813,7 +825,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
         return not off if option.type is bool else "off"
     if option.type == Switch and not words:
         return "on"
-    if Path in kinds(option.type) and list(words) == [""]:
+    if {Path, OutputFile} & {*kinds(option.type)} and list(words) == [""]:
         # probably an unset variable of a script; Path("") would be the current folder
         raise UsageError(f"{written} is empty; give a path, or leave {written} out")
     # None first: the word None means none even if the option takes text.

@@ -23,18 +23,18 @@ import stat
 import sys
 import tomllib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import repeat
 from math import isfinite
-from pathlib import Path
+from pathlib import Path, PosixPath
 from sys import float_info
 from time import sleep
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
-from nnmpi.base.errors import DataError, NnmpiError, UsageError, shortened
+from nnmpi.base.errors import DataError, NnmpiError, UsageError, raised_as, shortened
 
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
@@ -49,6 +49,18 @@ LINE = 2**28  # most characters of a line; text8, a corpus, is one line of 10**8
 DOTS = 10_000  # of a TOML file: a key of 16,000 names in dots takes tomllib 1 GB and 4 s
 BLANK_LINES = 2**20  # most blank lines between two others
 JSON_BYTES = 2**26  # most bytes of a JSON value, which takes up to forty times as much memory
+# By what nnmpi knows a file of its own: all of a row are in it. A page; a picture as .svg, .png,
+# .pdf; a model for ONNX; exported weights (a checkpoint's have no format).
+OWN_MARKS = (
+    (b'<meta name="generator" content="nnmpi">',),
+    (b"<dc:title>nnmpi</dc:title>",),
+    (b"Software\0nnmpi",),
+    (b"/Creator (nnmpi)",),
+    (b"\x12\x05nnmpi",),
+    (b'"format":"pt"', b'"nnmpi":"{'),
+)
+MARKED_BYTES = 2**20  # of a file's beginning and end, in which its marks are
+OF_A_RUN = ("config.json", "metrics.jsonl")  # a folder with these is a run's
 
 
 def expand(path: Path, what: str) -> Path:
@@ -198,6 +210,56 @@ def opened_to_write(
             None if "b" in mode else "utf-8",
             opener=lambda _, flags: os.open(file.name, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent),
         )
+
+
+class OutputFile(PosixPath):
+    """A file for a command to write, as the type of an option: see `check_output`."""
+
+
+def check_output(file: Path, named: str, replace: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse to write a command's result over what the user may want to keep.
+
+    Args:
+        file: to write.
+        named: its option with the file, for messages.
+        replace: whether the user has given --replace.
+        inputs: what the command reads.
+
+    Raises:
+        UsageError: for an input and a file in a run's folder, always; else see `check_known`.
+    """
+    with raised_as(UsageError, f"{named} cannot be written"):
+        if any(given.exists() and given.samefile(file) for given in inputs if file.is_file()):
+            raise UsageError(f"{named} is what the command reads; give another file")
+        for folder in file.resolve().parents if file.is_file() else ():
+            if all((folder / name).is_file() for name in OF_A_RUN):
+                raise UsageError(f"{named} is there, in the folder of a run; give another file")
+    check_known(file, named, replace)
+
+
+def check_known(file: Path, named: str, replace: bool) -> None:
+    """Refuse to replace a file that nnmpi did not write, as far as its marks say.
+
+    What is no ordinary file, such as /dev/stdout, is written to; an empty file holds nothing.
+
+    Raises:
+        UsageError: unless `replace`.
+    """
+    with raised_as(UsageError, f"{named} cannot be written"):
+        if not replace and file.is_file() and file.stat().st_size and not _is_own(file):
+            raise UsageError(
+                f"{named} is there, and it is not known as a file of nnmpi's; give another one, or"
+                " --replace"
+            )
+
+
+def _is_own(file: Path) -> bool:
+    """Return whether nnmpi has written a file, by the marks in it."""
+    with file.open("rb") as stream:
+        text = stream.read(MARKED_BYTES)
+        stream.seek(max(len(text), file.stat().st_size - MARKED_BYTES))
+        text += stream.read(MARKED_BYTES)
+    return any(all(mark in text for mark in row) for row in OWN_MARKS)
 
 
 def write_synced(file: Path, content: bytes, root: Path | None = None) -> None:

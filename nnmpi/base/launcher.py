@@ -75,7 +75,7 @@ def start_words(ranks: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def python_words() -> list[str]:
-    """Return the words that start another Python with nnmpi, but not with the current folder's files.
+    """Return the words that start another Python, without the current folder's modules.
 
     -P keeps the folder off the path of modules. In a checkout that is not installed the folder is
     where nnmpi itself is found, so there it stays.

@@ -11,7 +11,7 @@ Picture files have a white background and the colours of nnmpi's HTML pages.
 """
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle
@@ -38,7 +38,13 @@ OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # characters of the axis, as text
 LETTER = 0.0112  # inches: mean width of a letter per point of font size
-ENDINGS = ".svg", ".png", ".pdf"
+# What a file says of its origin, by which `files.check_known` knows it again.
+_ABOUT: Mapping[str, dict[str, str | None]] = {
+    ".svg": {"Creator": "nnmpi", "Date": None},
+    ".png": {"Software": "nnmpi"},
+    ".pdf": {"Creator": "nnmpi"},
+}
+ENDINGS = tuple(_ABOUT)
 
 
 class Bar(NamedTuple):
@@ -223,7 +229,7 @@ def save_figure(figure: Any, file: Path) -> None:
     with raised_as(
         UsageError, f"{file} cannot be written", "give another file, such as picture.svg"
     ):
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+        figure.savefig(file, metadata=_ABOUT[file.suffix])
 
 
 def preformat(text: str) -> str:

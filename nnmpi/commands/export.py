@@ -10,6 +10,7 @@ import numpy as np
 
 from nnmpi.base.command import read_command
 from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.files import OutputFile, check_known
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
@@ -33,8 +34,10 @@ Hugging Face's transformers, RUN/model.)"""
 class ExportConfig(WeightsConfig):
     """Output, and the weights."""
 
-    out: Path | None = None
+    out: OutputFile | None = None
     """The file (default: RUN/torch.safetensors, RUN/model.onnx)."""
+    replace: bool = False
+    """Replace a file that is there."""
 
     format: Literal["safetensors", "onnx"] = "safetensors"
     """safetensors: the weights; onnx: the model, for batches of any size."""
@@ -69,6 +72,7 @@ def export(folder: Path, options: ExportConfig) -> str:
         raise UsageError(f"--out {file} must end in .{options.format}, the format of the file")
     if options.channels == "first" and not is_onnx:
         raise UsageError("--channels first is for --format onnx; PyTorch's weights are so anyway")
+    check_known(file, f"{file}", options.replace)
     run = load(folder, options.best, options.weights, options.trust)
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     sample = np.zeros((1, *run.signature.sample_shape), kind)

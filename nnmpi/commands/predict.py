@@ -15,7 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.base.command import complain, read_command
 from nnmpi.base.errors import DataError, UsageError, raised_as
-from nnmpi.base.files import json_text, write_text
+from nnmpi.base.files import OutputFile, json_text, write_text
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
@@ -147,8 +147,10 @@ class PredictionConfig(TableForm):
 
     format: Literal["csv", "json"] = "csv"
     """csv: a line per sample. json: one object."""
-    out: Path | None = None
+    out: OutputFile | None = None
     """Output file (default: printed)."""
+    replace: bool = False
+    """Replace a file that is there."""
     invert: bool = False
     """Invert an image's brightness: MNIST's digits are white on black."""
 

@@ -28,6 +28,7 @@ from nnmpi.base.command import (
 )
 from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import UsageError, name_ranks, raised_as
+from nnmpi.base.files import OutputFile
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -75,12 +76,14 @@ class CommConfig:
     byte added), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measured here; or
     the file of a fit.
     """
-    html: Path | None = None
+    html: OutputFile | None = None
     """File for an interactive page."""
-    svg: Path | None = None
+    svg: OutputFile | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
-    out: Path | None = None
+    out: OutputFile | None = None
     """File of the fit (default: one for these ranks in the user's cache)."""
+    replace: bool = False
+    """Replace files that are there."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "ranks", 1, MOST)
@@ -228,9 +231,9 @@ ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
     "list": (_list, "", "ranks bytes network"),
     "prove": (_prove, ALGORITHM, "operation ranks"),
-    "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
+    "render": (_render, ALGORITHM, "operation ranks bytes network html svg replace"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
-    "fit": (_fit, "", "out svg"),
+    "fit": (_fit, "", "out svg replace"),
 }
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from nnmpi.base.command import (
     split_command,
 )
 from nnmpi.base.errors import UsageError
+from nnmpi.base.files import OutputFile
 from nnmpi.base.picture import Bar, Picture, check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_bytes
 from nnmpi.lab.pages.page import write_page
@@ -71,10 +71,12 @@ class MemoryPlanConfig:
     """Bytes such as 16MiB, or from 0% (least) to 100% (ordinary)."""
     bandwidth: Bytes | None = None
     """Allow offloading, at this many bytes per second."""
-    html: Path | None = None
+    html: OutputFile | None = None
     """File for an interactive page."""
-    svg: Path | None = None
+    svg: OutputFile | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
+    replace: bool = False
+    """Replace files that are there."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "layers batch bandwidth", 1, MOST)

@@ -21,7 +21,7 @@ from typing import Any
 
 from nnmpi.base.command import as_words, read_command, say
 from nnmpi.base.errors import UsageError, raised_as
-from nnmpi.base.files import foreign, json_text, read_json, rebuilt
+from nnmpi.base.files import OutputFile, check_known, foreign, json_text, read_json, rebuilt
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.lab.pages.page import write_page
 from nnmpi.train.config import all_options
@@ -59,8 +59,10 @@ _MEMORY = "memory_"
 class ReportConfig:
     """Output."""
 
-    out: Path | None = None
+    out: OutputFile | None = None
     """The page (default: RUN/report.html; of several runs report.html)."""
+    replace: bool = False
+    """Replace a file that is there."""
     tensorboard: Path | None = None
     """Folder to write the metrics to for TensorBoard, too."""
 
@@ -81,6 +83,7 @@ def main(words: Sequence[str]) -> str:
         events = options.tensorboard if is_alone else options.tensorboard / name.replace("/", "-")
         write_events(events, read_metrics(RunFolder(run).metrics))
     file = options.out or (RunFolder(runs[0]).page if is_alone else Path("report.html"))
+    check_known(file, f"{file}", options.replace)
     data = gather(runs[0]) if is_alone else compare(dict(zip(names, runs, strict=True)))
     write_page(file, "run", f"run{'s' * (not is_alone)} {', '.join(names)}", data)
     return f"open {file} in a browser"

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 
 from nnmpi.base.command import MOST, announce, check_numbers, read_command, require, say
 from nnmpi.base.custom import load_custom
+from nnmpi.base.files import OutputFile
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
@@ -63,10 +63,12 @@ class ScheduleConfig:
     """
     bytes: Bytes = Bytes("1MiB")
     """Bytes of a message between two ranks."""
-    html: Path | None = None
+    html: OutputFile | None = None
     """File for an interactive page."""
-    svg: Path | None = None
+    svg: OutputFile | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
+    replace: bool = False
+    """Replace files that are there."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)

@@ -26,7 +26,7 @@ from typing import Any
 
 from nnmpi.base.command import flag_of, read_command, read_words, require, say
 from nnmpi.base.errors import LaunchError, UsageError, counted, raised_as
-from nnmpi.base.files import write_json
+from nnmpi.base.files import OutputFile, write_json
 from nnmpi.base.launcher import python_words
 from nnmpi.base.picture import check_figure, new_figure, save_figure
 from nnmpi.comm.algorithms.registry import ALGORITHMS
@@ -87,10 +87,12 @@ class ScalingConfig:
     """Weak scaling: --batch-size is per rank."""
     simulate: bool = False
     """Run on simulated ranks in one process, without MPI."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File for the numbers."""
-    plot: Path | None = None
+    plot: OutputFile | None = None
     """File for a plot: .svg, .png, .pdf."""
+    replace: bool = False
+    """Replace files that are there."""
     network: str | None = None
     """Links of simulated ranks, as --network of the train command."""
 

@@ -70,7 +70,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.base.command import check_numbers, printable, read_command, require, say
 from nnmpi.base.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.base.files import json_text, parse_json, read_toml, rebuilt, write_atomically
+from nnmpi.base.files import OutputFile, json_text, parse_json, read_toml, rebuilt, write_atomically
 from nnmpi.base.launcher import python_words
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
@@ -631,8 +631,10 @@ class GradeConfig:
 
     starter: bool = False
     """Write starter files into DIR."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File for all results, with sentences and drawings, written after each submission."""
+    replace: bool = False
+    """Replace a file that is there."""
     format: Literal["table", "gradescope", "classroom50", "junit", "json"] = "table"
     """Output format."""
     as_: Literal["one", "class"] | None = None

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.host_only("commands that import nothing from the folder
 
 ROOT = Path(__file__).parents[2]
 # of Python's library, of what nnmpi needs, of what it can use, and of users
-MODULES = """
+NAMES = """
 random queue select secrets statistics csv bisect heapq string json gzip zlib shelve sqlite3 socket
 ssl email html http xml webbrowser platform tempfile textwrap difflib inspect tomllib zipfile array
 numpy mpi4py safetensors filelock pooch threadpoolctl numba llvmlite cupy matplotlib PIL tokenizers
 tensorboardX crc32c ml_dtypes onnx sitecustomize nets utils
-""".split()  # fmt: skip
+"""
 # what pip writes
 SCRIPT = "import sys\nfrom nnmpi.__main__ import main\nsys.exit(main())\n"
 SMALL = "--dataset iris --model mlp --hidden 8 --max-steps 12 --eval-every 0 --quiet"
@@ -69,7 +69,7 @@ points = 1
 def plant(folder):
     """Write the modules; each notes that it is executed, and fails."""
     executed = folder / "executed"
-    for name in MODULES:
+    for name in NAMES.split():
         note = f"open({str(executed)!r}, 'a').write('{name} ')\nraise SystemExit('{name}.py')\n"
         (folder / f"{name}.py").write_text(note)
     return executed
@@ -129,7 +129,8 @@ from nnmpi import nn
 
 def build(shape, classes):
     import later
-    return nn.Sequential(nn.Linear(4, helpers.WIDTH), nn.Linear(helpers.WIDTH, later.classes(classes)))
+    width = helpers.WIDTH
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, later.classes(classes)))
 """
 
 
