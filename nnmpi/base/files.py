@@ -13,6 +13,7 @@ sentence. A packed file may unpack only to a limit.
 """
 
 import codecs
+import errno
 import gzip
 import hashlib
 import io
@@ -122,41 +123,79 @@ def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
 
     Raises:
         UsageError: when the folder cannot be written, or another process keeps the lock for longer
-            than `patience_s`.
+            than `patience_s`. A full disk and an exceeded quota have their own exit status.
     """
     from filelock import FileLock, Timeout
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE, timeout=patience_s, poll_interval=POLL_S)
-        lock.acquire()
-    except Timeout:
-        raise UsageError(
-            f"{folder} is in use by another process; wait for it to end, or stop it"
-        ) from None
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi"
-            " chose it"
-        ) from None
+    with raised_as(
+        UsageError,
+        f"{folder} cannot be written",
+        f"give another one, or set ${VARIABLE} if nnmpi chose it",
+    ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(_open_lock(folder, os.O_RDWR | os.O_CREAT))
+            lock = FileLock(folder / LOCK_FILE, timeout=patience_s, poll_interval=POLL_S)
+            lock.acquire()
+        except Timeout:
+            raise UsageError(
+                f"{folder} is in use by another process; wait for it to end, or stop it"
+            ) from None
     try:
         yield
     finally:
         lock.release()
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder, as far as the system says."""
-    from filelock import FileLock, Timeout
+def _open_lock(folder: Path, flags: int) -> int:
+    """Open a folder's lock file, never what a link in its place leads to.
 
+    The folder may be shared, and filelock before 3.20.3 empties the file that it opens.
+
+    Raises:
+        UsageError: for a link.
+        OSError: when it cannot be opened.
+    """
+    file = folder / LOCK_FILE
     try:
-        with FileLock(folder / LOCK_FILE, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:
+        return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP and file.is_symlink():
+            raise UsageError(
+                f"{file} is a link, which may lead to anybody's file; remove it, or give another"
+                f" folder, or set ${VARIABLE} if nnmpi chose it"
+            ) from None
+        raise
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder, as far as the system says.
+
+    Nothing is written, so that a user sees it who may only read.
+
+    Raises:
+        UsageError: when this user may not read the lock.
+    """
+    try:
+        from fcntl import LOCK_NB, LOCK_SH, flock
+
+        number = _open_lock(folder, os.O_RDONLY)
+    except PermissionError:
+        raise UsageError(
+            f"{folder / LOCK_FILE} cannot be read by this user, so whether a process works in the"
+            " folder is unknown; ask its owner"
+        ) from None
+    except (ImportError, OSError):  # a browser has no locks; no lock was ever taken
         return False
+    try:
+        flock(number, LOCK_SH | LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(number)
+    return False
 
 
 @contextmanager
@@ -284,27 +323,91 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
     """
     if not file.is_dir():  # the system says so
         check_ordinary(file)
-    # the same name, so that the next write overwrites what a killed process has left
+    # the same name, so that the next write removes what a killed process has left
     temporary = file.parent / f".{file.name}.tmp"  # a folder such as . has no name
     with entered(file.parent, root) as parent:
-        with suppress(ImportError, OSError):  # a browser and some file systems have no locks
-            from fcntl import LOCK_EX, LOCK_NB, flock
-
-            # two commands may write it; one that is stopped meanwhile is not awaited for ever
-            for _ in range(PATIENCE):
-                with suppress(BlockingIOError):
-                    flock(parent, LOCK_EX | LOCK_NB)
-                    break
-                sleep(POLL_S)
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary.name, dir_fd=parent)  # it may be a link to another file
+        with _only_writer(temporary.name, parent):
             write_synced(temporary, content, root)
             os.replace(temporary.name, file.name, src_dir_fd=parent, dst_dir_fd=parent)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary.name, dir_fd=parent)
         os.fsync(parent)
+
+
+@contextmanager
+def _only_writer(name: str, parent: int) -> Iterator[None]:
+    """Create a file for the body, which renames it, and hold its lock: others may write it, too.
+
+    The lock is on this file, not on the folder, which users lock for purposes of their own. One
+    that is stopped meanwhile is not awaited for ever.
+    """
+    number = None
+    for _ in range(PATIENCE):
+        with suppress(FileExistsError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            number = os.open(name, flags, 0o666, dir_fd=parent)
+            if _take_lock(number) is not False and _is_still(name, parent, number):
+                break
+            os.close(number)  # another command took it for a killed one's, and removes it
+            number = None
+        if not _remove_left_over(name, parent):
+            sleep(POLL_S)
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=parent)
+    try:
+        yield
+    except BaseException:
+        if number is None or _is_still(name, parent, number):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=parent)
+        raise
+    finally:
+        if number is not None:
+            os.close(number)
+
+
+def _remove_left_over(name: str, parent: int) -> bool:
+    """Remove a file that nobody writes any more, or a link or a pipe in its place.
+
+    Returns:
+        whether it is gone.
+    """
+    try:
+        number = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            return False
+        os.unlink(name, dir_fd=parent)
+        return True
+    try:
+        if not (_take_lock(number) and _is_still(name, parent, number)):
+            return False
+        os.unlink(name, dir_fd=parent)  # under its lock: who has just created it, notices
+        return True
+    finally:
+        os.close(number)
+
+
+def _take_lock(number: int) -> bool | None:
+    """Take a file's lock if it is free; return whether it was, None where there are no locks."""
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+
+        flock(number, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # a browser and some file systems
+        return None
+    return True
+
+
+def _is_still(name: str, parent: int, number: int) -> bool:
+    """Return whether a name is that of an open file."""
+    with suppress(FileNotFoundError):
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        return os.path.samestat(found, os.fstat(number))
+    return False
 
 
 def write_text(file: Path, text: str) -> None:

@@ -3,7 +3,10 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from errno import EDQUOT, ENOSPC, EROFS
 from fcntl import LOCK_EX, flock
+from functools import partial
+from os import EX_CANTCREAT
 from pathlib import Path
 from time import sleep
 
@@ -109,10 +112,48 @@ def test_commands_write_a_file_one_after_the_other(tmp_path, monkeypatch):
     with ThreadPoolExecutor() as pool:
         list(pool.map(write_atomically, [tmp_path / "report.html"] * 3, [b"a", b"b", b"c"]))
     assert len(list(tmp_path.iterdir())) == 1
-    stopped = os.open(tmp_path, os.O_RDONLY)
-    flock(stopped, LOCK_EX)
-    write_atomically(tmp_path / "report.html", b"d")
-    os.close(stopped)
+    with (tmp_path / ".report.html.tmp").open("wb") as stopped:
+        flock(stopped, LOCK_EX)
+        write_atomically(tmp_path / "report.html", b"d")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("left", ["file", "link", "pipe"])
+def test_what_a_killed_writer_left_is_no_obstacle(tmp_path, monkeypatch, left):
+    monkeypatch.setattr(files, "sleep", lambda seconds: pytest.fail("it waits"))
+    temporary, mine = tmp_path / ".config.json.tmp", tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    if left == "file":
+        temporary.write_bytes(b"half")
+    elif left == "link":
+        temporary.symlink_to(mine)
+    else:
+        os.mkfifo(temporary)
+    write_atomically(tmp_path / "config.json", b"whole")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
+        "config.json": b"whole",
+        "mine": b"mine",
+    }
+
+
+def test_who_locks_the_folder_delays_no_write(tmp_path, monkeypatch):
+    """As `flock RUN nnmpi train --resume RUN` does, whose command inherits the lock."""
+    monkeypatch.setattr(files, "sleep", lambda seconds: pytest.fail("it waits"))
+    users = os.open(tmp_path, os.O_RDONLY)
+    flock(users, LOCK_EX)
+    write_atomically(tmp_path / "config.json", b"whole")
+    with locked(tmp_path):
+        write_atomically(tmp_path / "config.json", b"again")
+    os.close(users)
+
+
+def test_many_writers_of_one_file(tmp_path):
+    """Each writes it whole, and nobody removes what another one is about to rename."""
+    with ThreadPoolExecutor(16) as pool:
+        texts = [bytes([65 + n]) * 1000 for n in range(16)] * 8
+        list(pool.map(write_atomically, [tmp_path / "evaluation.json"] * len(texts), texts))
+    assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
+    assert (tmp_path / "evaluation.json").read_bytes() in texts
 
 
 def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
@@ -130,6 +171,55 @@ def test_a_text_is_whole_and_a_link_is_kept(tmp_path, monkeypatch):
 
 
 # One job at a time writes a run.
+
+
+def test_a_lock_follows_no_link(tmp_path):
+    """Of whichever version filelock is: before 3.20.3 it emptied the file."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("precious")
+    (tmp_path / "shared").mkdir()
+    for to in (mine, tmp_path / "missing"):
+        (tmp_path / "shared" / ".lock").symlink_to(to)
+        for call in (
+            lambda: locked(tmp_path / "shared").__enter__(),
+            partial(is_locked, tmp_path / "shared"),
+        ):
+            usage_error(r"shared/\.lock is a link", call)
+        (tmp_path / "shared" / ".lock").unlink()
+    assert mine.read_text() == "precious" and not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("number", [ENOSPC, EDQUOT, EROFS])
+def test_a_full_disk_at_the_lock_has_a_full_disks_status(tmp_path, monkeypatch, number):
+    real = os.open
+
+    def full(path, *args, **more):
+        if str(path).endswith(LOCK_FILE):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(UsageError, match="cannot be written") as told, locked(tmp_path):
+        pass
+    assert told.value.exit_status == EX_CANTCREAT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_who_may_only_read_sees_that_a_run_goes_on(tmp_path):
+    tmp_path.chmod(0o755)
+    here = os.open(tmp_path, os.O_RDONLY)  # others may not enter pytest's folder
+    with locked(tmp_path):
+        before = {file.name for file in tmp_path.iterdir()}
+        if not (child := os.fork()):
+            os.fchdir(here)
+            os.setuid(65534)
+            os._exit(7 if is_locked(Path()) else 8)
+        os.close(here)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not is_locked(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == before
+    (tmp_path / "new").mkdir()
+    assert not is_locked(tmp_path / "new") and not [*(tmp_path / "new").iterdir()]
 
 
 def test_a_folder_has_one_holder_at_a_time(tmp_path):
