@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -12,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Literal
 
-from nnmpi.base.errors import LaunchError
-from nnmpi.base.files import is_locked, locked
+from nnmpi.base.errors import LaunchError, raised_as
 from nnmpi.base.launcher import read_launch
 
 LauncherKind = Literal["Open MPI", "MPICH", "srun", "none"]
@@ -177,18 +178,13 @@ def ranks_of(session: int) -> list[int]:
 
 
 def kill(session: int) -> None:
-    """Kill all processes of a session, and remove Open MPI's session folder.
-
-    The folder's name has the launcher's process id. A later launcher with the same id could not
-    start beside it.
-    """
+    """Kill all processes of a session."""
     for process in processes_of(session):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{session}"), ignore_errors=True)
 
 
-TEMPORARY = "nnmpi-run-"
+TEMPORARY, MARKER = "nnmpi-run-", ".nnmpi-supervisor"
 
 
 @contextmanager
@@ -196,15 +192,58 @@ def temporary_folder() -> Iterator[Path]:
     """Yield a folder for the temporary files of one supervisor's jobs; remove it at the end.
 
     Whatever launchers, MPI libraries and ranks leave there goes, without a list of names. The
-    folders of this user's killed supervisors go first.
+    folders of this user's killed supervisors go first: see `_is_abandoned`.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
-        with suppress(OSError):  # another supervisor may remove it, too
-            if folder.lstat().st_uid == os.getuid() and not is_locked(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-    made = tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True)
-    with made as name, locked(Path(name)):
+    with raised_as(
+        LaunchError, "a temporary folder cannot be made", "set TMPDIR to another folder"
+    ):
+        for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+            with suppress(OSError):  # another supervisor may remove it, too
+                if _is_abandoned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        made = tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True)
+    with made as name, _marked(Path(name)):
         yield Path(name)
+
+
+@contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Keep a marker in a folder, locked until the body or this process ends.
+
+    It gets its name when it is locked: nobody sees one without a lock whose owner lives.
+    """
+    unlocked = folder / f"{MARKER}.new"
+    with unlocked.open("x") as marker:
+        marker.write(_identity(folder))
+        marker.flush()
+        flock(marker, LOCK_EX)
+        unlocked.rename(folder / MARKER)
+        yield
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether a supervisor of this user on this host has made a folder, and lives no more.
+
+    Its marker proves it, not its name: a run or anything else may be called so. A copy of the
+    folder is another folder.
+    """
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return False
+    number = os.open(folder / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(number, errors="replace") as marker:
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            return False
+        if marker.read() != _identity(folder):
+            return False
+        flock(marker, LOCK_EX | LOCK_NB)  # an OSError while its supervisor lives
+        return True
+
+
+def _identity(folder: Path) -> str:
+    """Return what the marker of a folder says: this host and the folder's number on its disk."""
+    status = folder.stat()
+    return f"{platform.node()} {status.st_dev} {status.st_ino}\n"
 
 
 SHARED_MEMORY = Path("/dev/shm")

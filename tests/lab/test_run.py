@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -444,3 +445,82 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path):
     )
     assert f"nnmpi run -n 2 -- --resume '{broken}'" in text
     assert f"nnmpi train --resume '{broken}'" in text
+
+
+# The supervisor's temporary folder
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The system's folder for temporary files."""
+    monkeypatch.setattr(launching.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+KILLED = """
+import os, sys, tempfile
+from nnmpi.lab.launching import temporary_folder
+tempfile.tempdir = sys.argv[1]
+with temporary_folder() as folder:
+    (folder / "of-a-job").write_text("")
+    print(folder, flush=True)
+    sys.stdin.read() if sys.argv[2:] else os._exit(9)
+"""
+
+
+def start_supervisor(folder, *more):
+    words = [sys.executable, "-c", KILLED, str(folder), *more]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, env=environ, stdin=-1, stdout=-1, text=True)
+
+
+def test_only_what_a_dead_supervisor_made_is_removed(temporary):
+    alive, dead = start_supervisor(temporary, "alive"), start_supervisor(temporary)
+    folders = [Path(job.stdout.readline().strip()) for job in (alive, dead)]
+    dead.communicate()
+    mine = [temporary / f"nnmpi-run-{name}" for name in ("notes", "copy", "empty", "locked", "run")]
+    for folder in mine:
+        folder.mkdir()
+    (mine[0] / "notes.txt").write_text("mine")
+    shutil.copytree(folders[1], mine[1], dirs_exist_ok=True)  # with the marker
+    (mine[3] / ".lock").write_text("")
+    (mine[4] / "config.json").write_text("{}")
+    (temporary / "nnmpi-run-link").symlink_to(folders[1])
+    before = {folder: sorted(file.name for file in folder.iterdir()) for folder in mine}
+    assert folders[1].exists()  # `dead` left it
+    with launching.temporary_folder() as own:
+        assert not folders[1].exists()
+        assert (folders[0] / "of-a-job").exists() and own.exists()
+    assert {folder: sorted(file.name for file in folder.iterdir()) for folder in mine} == before
+    assert not own.exists()
+    alive.communicate("")
+    assert not folders[0].exists()
+
+
+def test_a_folder_that_is_just_made_is_not_taken_for_a_dead_ones(temporary, monkeypatch):
+    """Whoever looks at any moment between its making and its lock leaves it."""
+    looks, real = [], launching.flock
+
+    def look(*words):
+        (folder,) = temporary.iterdir()
+        with pytest.raises(FileNotFoundError):  # no marker of this name yet
+            launching._is_abandoned(folder)
+        looks.append(folder)
+        return real(*words)
+
+    monkeypatch.setattr(launching, "flock", look)
+    with launching.temporary_folder() as folder:
+        monkeypatch.setattr(launching, "flock", real)
+        with pytest.raises(BlockingIOError):
+            launching._is_abandoned(folder)
+    assert looks == [folder]
+
+
+def test_a_job_that_is_killed_takes_nothing_along(temporary):
+    """A folder is not Open MPI's because its name has the launcher's number."""
+    job = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    mine = temporary / f"ompi.{job.pid}"
+    mine.mkdir()
+    launching.kill(job.pid)
+    job.wait()
+    assert mine.exists()
