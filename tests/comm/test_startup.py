@@ -194,3 +194,55 @@ def test_words_that_have_no_bytes_are_printed(capsys):
     with pytest.raises(SystemExit):
         shutdown.on_exception(DataError, DataError("\udcff"), None)
     assert capsys.readouterr().err == "nnmpi: \\udcff\n"
+
+
+# What a process without a launcher leaves behind, and where MPI can write nothing.
+
+
+START = "import nnmpi, os; print(nnmpi.start().size, os.environ.get('TMPDIR'), flush=True)"
+ENDS = {
+    "its end": "",
+    "an exception": "\nraise ValueError('planted')",
+    "a kill": "\nos.kill(os.getpid(), 9)",
+}
+
+
+def alone(code, **environ):
+    """Run a program without a launcher, whose variables a test under mpirun has."""
+    names = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=outside | environ, cwd=ROOT, capture_output=True, text=True)
+
+
+MAPPED = """
+for line in open("/proc/self/maps"):
+    if "/dev/shm/" in line:
+        print(line.split("/dev/shm/")[1].split()[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("chosen", [{}, {"OMPI_MCA_btl": "^ofi"}, {"OMPI_MCA_btl": "self,sm"}])
+def test_a_single_process_leaves_no_files(tmp_path, end, chosen):
+    ended = alone(START + MAPPED + ENDS[end], TMPDIR=str(tmp_path), **chosen)
+    first, *mapped = ended.stdout.splitlines()
+    assert first == f"1 {tmp_path}", ended.stderr
+    assert [name for name in mapped if Path("/dev/shm", name).exists()] == []
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that root cannot write")
+@pytest.mark.parametrize("name", ["TMPDIR", "TMP"])
+def test_a_temporary_folder_that_cannot_be_written_is_said(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    for folder in ("/proc", tmp_path / "file", tmp_path / "file" / "below"):
+        ended = alone(START, **{name: str(folder)})
+        assert ended.returncode == LaunchError("").exit_status
+        assert f"{name}={folder}, cannot be written (" in ended.stderr
+        assert "set TMPDIR" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_temporary_folder_is_made(tmp_path):
+    assert alone(START, TMPDIR=str(tmp_path / "a" / "b")).returncode == 0
+    assert [*(tmp_path / "a" / "b").iterdir()] == []

@@ -161,15 +161,21 @@ class Shutdown:
 def abort(mpi: ModuleType, status: int) -> NoReturn:
     """Abort the job, after printed text has left."""
     time.sleep(DRAIN_S)
-    with contextlib.suppress(OSError):
-        # MPICH leaves its files of shared memory behind at an abort. Unlinking is safe: a process
-        # that has one mapped keeps it.
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        for name in {line.split()[-1] for line in lines if "/dev/shm/mpich_shm_" in line}:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
+    remove_mapped("mpich_shm_")  # MPICH leaves them behind at an abort
     mpi.COMM_WORLD.Abort(status)
     os._exit(status)  # for an MPI whose Abort returns
+
+
+def remove_mapped(prefix: str) -> None:
+    """Remove the files of shared memory that this process has mapped, by their names' beginning.
+
+    A process that has one mapped keeps its memory.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for name in {line.split()[-1] for line in lines if f"/dev/shm/{prefix}" in line}:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 @contextlib.contextmanager

@@ -9,22 +9,24 @@ import faulthandler
 import functools
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from math import inf
 from types import ModuleType
 
 import threadpoolctl
 
 from nnmpi.base.command import watch_alone
-from nnmpi.base.errors import LaunchError, UsageError
+from nnmpi.base.errors import LaunchError, UsageError, raised_as
 from nnmpi.base.launcher import Launch, read_launch, user_chose_threads
 from nnmpi.comm.group import Group, simulated_ranks
-from nnmpi.comm.mpi.shutdown import Shutdown
+from nnmpi.comm.mpi.shutdown import Shutdown, remove_mapped
 
 # MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches of
 # launcher and library end the process inside MPI_Init; here they are refused in a sentence before.
@@ -89,11 +91,61 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
             # mpi4py warns of a mismatch, which is refused in a sentence below
             warnings.simplefilter("ignore")
             alone = launch is None or launch.size == 1
-            wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)
+            with temporary_files(mpi.get_vendor()[0], is_singleton(launch, environ)):
+                wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)
         if home == "~":
             del os.environ["HOME"]
     refuse_mismatch(mpi.get_vendor()[0], launch, environ, mpi.COMM_WORLD.Get_size())
     return mpi
+
+
+def is_singleton(launch: Launch | None, environ: Mapping[str, str]) -> bool:
+    """Return whether no launcher has started this process, not even an unknown one."""
+    return launch is None and not any(name.startswith(_OTHER_LAUNCHERS) for name in environ)
+
+
+@contextmanager
+def temporary_files(vendor: str, alone: bool) -> Iterator[None]:
+    """Check, while the body starts MPI, that Open MPI's temporary files can be written.
+
+    Open MPI dies of a folder that cannot be written. And a process without a launcher leaves files
+    behind at its end, however it ends: so it gets a folder of its own, which is removed when MPI
+    has started, with the file of its shared memory. No other process will open them.
+
+    Args:
+        vendor: of the MPI library.
+        alone: whether no launcher has started this process.
+
+    Raises:
+        LaunchError: for a folder that cannot be written.
+    """
+    if vendor != "Open MPI":
+        yield
+        return
+    chosen = next((name for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ), "")
+    folder = os.environ.get(chosen, "/tmp")
+    with raised_as(
+        LaunchError,
+        f"MPI's temporary folder, {chosen and f'{chosen}='}{folder}, cannot be written",
+        "set TMPDIR to a folder that can",
+    ):
+        os.makedirs(folder, exist_ok=True)
+        own = tempfile.mkdtemp(prefix="nnmpi-", dir=folder)
+    if not alone:
+        os.rmdir(own)
+        yield
+        return
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = own
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(own, ignore_errors=True)
+        remove_mapped("sm_segment.")
 
 
 def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
@@ -105,7 +157,7 @@ def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool
     if any(name in environ for name in _CHOSEN):
         return False
     if launch is None:
-        return not any(name.startswith(_OTHER_LAUNCHERS) for name in environ)
+        return is_singleton(launch, environ)
     return launch.local_size == launch.size
 
 
