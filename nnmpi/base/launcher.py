@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nnmpi.base.errors import LaunchError, raised_as
+
 # Name; variables of size, rank, ranks on this node, and the node's number.
 # The innermost launcher is first: Open MPI's mpirun starts its daemons by srun, and its ranks
 # inherit srun's variables. Slurm's variables are those of a job step: a batch script, which runs
@@ -84,6 +86,30 @@ def python_words() -> list[str]:
         if Path(__file__).resolve().parents[2] == Path.cwd():
             return [sys.executable]
     return [sys.executable, "-P"]
+
+
+def make_temporary_folder() -> str:
+    """Make and return a folder in the one that Open MPI takes for its temporary files.
+
+    Raises:
+        LaunchError: when it cannot be written, of which Open MPI itself would die.
+    """
+    chosen = next((name for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ), "")
+    folder = os.environ.get(chosen, "/tmp")
+    with raised_as(
+        LaunchError,
+        f"MPI's temporary folder, {chosen and f'{chosen}='}{folder}, cannot be written",
+        "set TMPDIR to a folder that can",
+    ):
+        os.makedirs(folder, exist_ok=True)  # Open MPI would make it, too
+        own = os.path.join(folder, f"nnmpi-{os.getpid()}-{time.time_ns()}")
+        os.mkdir(own, 0o700)
+    return own
+
+
+def check_temporary_folder() -> None:
+    """Refuse to start Open MPI where it can write no temporary files: see above."""
+    os.rmdir(make_temporary_folder())
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

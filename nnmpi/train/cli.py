@@ -19,7 +19,12 @@ from nnmpi.base.command import Console, as_words, flag_of, read_words
 from nnmpi.base.custom import custom_file
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_toml
-from nnmpi.base.launcher import idle_cores, python_words, read_launch
+from nnmpi.base.launcher import (
+    check_temporary_folder,
+    idle_cores,
+    python_words,
+    read_launch,
+)
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
@@ -175,7 +180,10 @@ def rank_command(words: Sequence[str]) -> list[str]:
         ranks = replica * max(1, int(copies))
     if ranks is None or ranks == 1:
         return []
-    start = offered("find_launcher")(ranks, ()).command(ranks, {})
+    launcher = offered("find_launcher")(ranks, ())
+    if launcher.kind == "Open MPI":
+        check_temporary_folder()
+    start = launcher.command(ranks, {})
     return [*start, *python_words(), "-m", "nnmpi.train", *without(RANKS, words)]
 
 

@@ -13,6 +13,7 @@ from nnmpi.base.errors import DataError, LaunchError
 from nnmpi.base.launcher import Launch
 from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.comm.mpi.start import NO_NETWORK, refuse_mismatch, stays_on_one_node
+from nnmpi.train.cli import rank_command
 from tests.harness import job
 from tests.harness.refusals import told
 
@@ -246,3 +247,15 @@ def test_a_temporary_folder_that_cannot_be_written_is_said(tmp_path, name):
 def test_a_temporary_folder_is_made(tmp_path):
     assert alone(START, TMPDIR=str(tmp_path / "a" / "b")).returncode == 0
     assert [*(tmp_path / "a" / "b").iterdir()] == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that root cannot write")
+def test_ranks_are_not_started_where_mpi_can_write_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", "/proc")
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    text = told(LaunchError, lambda: rank_command(["--ranks", "2"]))
+    assert "TMPDIR=/proc, cannot be written" in text
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert "nnmpi.train" in rank_command(["--ranks", "2"])
+    assert [*tmp_path.iterdir()] == []

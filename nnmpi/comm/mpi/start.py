@@ -11,7 +11,6 @@ import importlib
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -23,8 +22,14 @@ from types import ModuleType
 import threadpoolctl
 
 from nnmpi.base.command import watch_alone
-from nnmpi.base.errors import LaunchError, UsageError, raised_as
-from nnmpi.base.launcher import Launch, read_launch, user_chose_threads
+from nnmpi.base.errors import LaunchError, UsageError
+from nnmpi.base.launcher import (
+    Launch,
+    check_temporary_folder,
+    make_temporary_folder,
+    read_launch,
+    user_chose_threads,
+)
 from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.mpi.shutdown import Shutdown, remove_mapped
 
@@ -122,19 +127,11 @@ def temporary_files(vendor: str, alone: bool) -> Iterator[None]:
     if vendor != "Open MPI":
         yield
         return
-    chosen = next((name for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ), "")
-    folder = os.environ.get(chosen, "/tmp")
-    with raised_as(
-        LaunchError,
-        f"MPI's temporary folder, {chosen and f'{chosen}='}{folder}, cannot be written",
-        "set TMPDIR to a folder that can",
-    ):
-        os.makedirs(folder, exist_ok=True)
-        own = tempfile.mkdtemp(prefix="nnmpi-", dir=folder)
     if not alone:
-        os.rmdir(own)
+        check_temporary_folder()
         yield
         return
+    own = make_temporary_folder()
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = own
     try:
