@@ -109,6 +109,42 @@ CASES = {
         "done",
     ),
     "started twice": Case("assert start() is group\nif rank == 0: print('done')", 0, "done"),
+    "a sum in __del__ of one rank": Case(
+        "class Sums:\n    def __del__(self): group.sum_floats([1.0])\nif rank == 1: kept = Sums()\n"
+        "if rank == 0: print('done')",
+        0,
+        "CommError: an all-gather of 3 ranks after the end of the program, as in __del__",
+    ),
+    "a barrier in __del__ of two ranks": Case(
+        "class Waits:\n    def __del__(self): group.barrier()\nif rank: kept = Waits()",
+        0,
+        "",
+    ),
+    "windows and groups that one rank frees in __del__": Case(
+        "class Frees:\n    def __init__(self): self.own, self.memory = group.split(0, rank),"
+        " group.comm.share_pages(100)\n    def __del__(self): self.memory.free(); self.own.free()\n"
+        "frees = Frees()\nif rank != 1: frees.__class__ = type('Keeps', (), {})",
+        0,
+        "",
+        "Exception",
+    ),
+    "a message in __del__": Case(
+        "class Asks:\n    def __del__(self): group.gather('x')\nif rank == 2: kept = Asks()",
+        0,
+        "after the end of the program",
+    ),
+    "a wait of MPI's own in __del__": Case(
+        "from mpi4py import MPI\nclass Waits:\n"
+        "    def __del__(self, wait=MPI.COMM_WORLD.Barrier): wait()\nif rank == 1: kept = Waits()",
+        1,
+        "in __del__",
+    ),
+    "__del__ after an exception": Case(
+        "class Sums:\n    def __del__(self): group.sum_floats([1.0])\nif rank == 1: kept = Sums()\n"
+        "raise ValueError('planted')",
+        1,
+        "ranks 0-2 of 3: Traceback",
+    ),
     "a failed fork": Case(
         "if os.fork() == 0: raise ValueError\nos.wait()\nwait()\nif rank == 0: print('done')",
         0,

@@ -37,7 +37,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
-from nnmpi.base.errors import DeviceError
+from nnmpi.base.errors import CommError, DeviceError
 from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.comm.world import PAGE_BYTES, Closing, Comm, Traffic, World
@@ -120,6 +120,8 @@ class Window:
     def free(self) -> None:
         """Free the memory, collectively over the node; later accesses crash the process."""
         self.parts = ()
+        if mpi_world().has_ended:  # MPI's end frees all
+            return
         self._window.Unlock_all()
         self._window.Free()
 
@@ -140,6 +142,10 @@ T = TypeVar("T")
 
 FIRST_S, LONGEST_S = 50e-6, 1e-3
 OPERATIONS = 200  # in a flight record
+TOO_LATE = (
+    "{} after the end of the program, as in __del__: the other ranks may not take part; communicate"
+    " before it ends"
+)
 # Processors that keep the program order of stores, and of loads.
 ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
 
@@ -200,7 +206,8 @@ class MpiComm(Closing):
 
     def free(self) -> None:
         """Free MPI's communicator."""
-        self.mpi.Free()
+        if not self._world.has_ended:  # MPI's end frees all
+            self.mpi.Free()
         self.close()
 
     def share_pages(self, own_bytes: int) -> Window:
@@ -216,6 +223,8 @@ class MpiWorld:
         waiting: (`time.monotonic` at the begin, description) of the main thread's present wait for
             other ranks; None without one.
         operations: the same of the last calls.
+        has_ended: whether this rank's program has ended, by the other ranks' knowledge: no rank
+            takes part in another call.
     """
 
     machine = None
@@ -224,6 +233,7 @@ class MpiWorld:
         self.step: int | None = None
         self.waiter: object = None
         self.collective_s, self.traffic = 0.0, Traffic()
+        self.has_ended = False
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None
@@ -241,6 +251,8 @@ class MpiWorld:
         self.waiting = time.monotonic(), self.operations[-1][1] if self.operations else "the start"
         try:
             while not ready():
+                if self.has_ended:
+                    raise CommError(TOO_LATE.format("a message"))
                 left_s = until_s - clock.now()
                 if left_s <= 0:
                     return False
@@ -277,10 +289,12 @@ def _gather(
 
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
-    """Return a call that sets `world.waiting` while it runs."""
+    """Return a call that sets `world.waiting` while it runs; it is refused after the job's end."""
     append, now, what = world.operations.append, time.monotonic, f"{name} of {size} ranks"
 
     def named(*arguments: Any) -> T:
+        if world.has_ended:
+            raise CommError(TOO_LATE.format(what))
         world.waiting = begun = now(), what
         append(begun)
         try:

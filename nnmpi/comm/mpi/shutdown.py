@@ -8,6 +8,9 @@ every rank announces its end first, in one small non-blocking all-gather:
       this one has failed    after `GRACE_S` it prints its traceback and aborts the job
       this one ended well    it waits for the others, at most `limit_s`, then aborts the job
 
+Afterwards nnmpi's calls are refused, as objects that are deleted last may make them, and what else
+waits then is ended by a limit.
+
 Covered: uncaught exceptions of the main and of other threads, Ctrl-C, and an end of the program on
 some ranks only. `sys.exit(status)` counts as a good end, because Python shows its status to no
 hook: a rank that fails alone must raise an exception. Signals, crashes and `os._exit` are detected
@@ -16,6 +19,7 @@ by the launcher; a completed training leaves `finished.json`. (An earlier versio
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import os
 import signal
@@ -23,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -99,6 +104,7 @@ class Shutdown:
         if self._announced:
             # All have failed. Open MPI's launcher kills the other ranks when the first one ends, so
             # finalize, which waits for all, before this process ends.
+            _limit_the_rest(self.limit_s)
             self.close()
             self._mpi.Finalize()
             time.sleep(DRAIN_S)
@@ -111,6 +117,7 @@ class Shutdown:
                 [self._comm.Get_rank()],
             )
             abort(self._mpi, 1)
+        _limit_the_rest(self.limit_s)
         self.close()
 
     def _turn_s(self) -> float:
@@ -134,7 +141,9 @@ class Shutdown:
         gathered = bytearray(len(local) * self._comm.Get_size())
         # Non-blocking: a rank whose partners never end must time out and abort.
         request = self._comm.Iallgather([local, self._mpi.BYTE], [gathered, self._mpi.BYTE])
-        if not self._world.wait_until(request.Test, clock.now() + limit_s):
+        in_time = self._world.wait_until(request.Test, clock.now() + limit_s)
+        self._world.has_ended = True
+        if not in_time:
             return None
         digests = [bytes(gathered[i : i + len(local)]) for i in range(0, len(gathered), len(local))]
         return [rank for rank, digest in enumerate(digests) if digest == local]
@@ -156,6 +165,16 @@ class Shutdown:
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
         return os.getpid() != self._process
+
+
+def _limit_the_rest(limit_s: float) -> None:
+    """End this process with its stack if the interpreter's own end takes longer than the limit.
+
+    Objects are deleted then, whose `__del__` may call MPI, past nnmpi, and wait for ever.
+    """
+    if limit_s != inf and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__.fileno())
 
 
 def abort(mpi: ModuleType, status: int) -> NoReturn:
