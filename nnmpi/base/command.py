@@ -552,13 +552,13 @@ def describe(hint: Any) -> str:
         names = get_args(first)
         return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if is_list(hint):
-        return "a list of whole numbers"
+        return "a list of whole numbers" if get_args(hint)[0] is int else "a list of numbers"
     return PLAIN[hint][1] if hint in PLAIN else f"a {get_origin(hint).__name__.lower()}"
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether the values of a type are lists of whole numbers."""
-    return get_args(kind)[:1] == (int,)
+    """Return whether the values of a type are lists of numbers."""
+    return get_args(kind)[:1] in ((int,), (float,))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -841,7 +841,8 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a type in PLAIN, a Literal or a tuple; else ValueError."""
     if is_list(kind):
-        return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
+        number = get_args(kind)[0]
+        return tuple(_read_as(number, [item]) for word in words for item in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
     choices = ("None",) if kind is type(None) else get_args(kind)
     if choices:
@@ -928,7 +929,9 @@ def _form(option: Option) -> str:
         if get_origin(kind) is Literal:
             shapes.append("|".join(get_args(kind)))
         elif kind is not type(None):
-            shapes.append("[INT ...]" if is_list(kind) else PLAIN[kind][0])
+            shapes.append(
+                f"[{PLAIN[get_args(kind)[0]][0]} ...]" if is_list(kind) else PLAIN[kind][0]
+            )
     if option.type == Switch:
         return f"{option.flag} [{shapes[0]}], {option.negation}"
     return f"{option.flag} {'|'.join(shapes)}"

@@ -13,9 +13,12 @@ from operator import index
 
 # 73 and 65; `nnmpi run` restarts a job that ends with them once, and then gives up
 from os import EX_CANTCREAT, EX_DATAERR
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_PACKAGE = str(Path(__file__).parents[1])
 DISK = (ENOSPC, EDQUOT, EROFS)  # of a disk that no other start of the same command finds better
 
 
@@ -188,10 +191,11 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return the error; for the system's errors about paths, a UsageError with a sentence.
+    """Return the error; for one whose cause is the user's, a UsageError with a sentence.
 
-    Any access raises them on any rank, for a folder without permission or in place of a file, or a
-    name that is too long. Their cause is the user's path, whichever code raises them.
+    The system's errors about paths: any access raises them on any rank, for a folder without
+    permission or in place of a file, or a name that is too long. And NumPy's about rounding to
+    zero and the like, in nnmpi's own code, when the program has asked for them.
     """
     if (
         isinstance(error, OSError)
@@ -201,7 +205,18 @@ def translated(error: BaseException) -> BaseException:
         return UsageError(
             f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another"
         ).with_traceback(error.__traceback__)
+    if isinstance(error, FloatingPointError) and _is_raised_here(error):
+        return UsageError(
+            f"{error}: the program has told NumPy to raise this (np.seterr, np.errstate), and a"
+            ' training meets it in its ordinary course; train within np.errstate(all="warn")'
+        ).with_traceback(error.__traceback__)
     return error
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Return whether code of nnmpi has raised an error."""
+    frames = [*walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_PACKAGE)
 
 
 class LayoutError(UsageError):

@@ -1,6 +1,7 @@
 """Files that survive a kill: atomic writes, folder locks, one cache folder.
 
-$NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
+$NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi; where it cannot be made,
+                                      nnmpi-UID in the folder for temporary files)
   mnist/ ...                          downloads
   tokens/                             of texts
   fit-*.json, profile-*.json          measurements of this machine
@@ -88,12 +89,22 @@ def cache_folder() -> Path:
         return expand(Path(chosen), f"${VARIABLE}")
     try:
         if sys.platform == "darwin":
-            return private(Path.home() / "Library" / "Caches" / "nnmpi")
-        return private(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi")
+            folder = private(Path.home() / "Library" / "Caches" / "nnmpi")
+        else:
+            parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            folder = private(Path(parent) / "nnmpi")
     except RuntimeError:
         raise UsageError(
             f"this user has no home folder to keep files in; set ${VARIABLE} to a folder"
         ) from None
+    if folder.is_dir():
+        return folder
+    from tempfile import gettempdir  # seldom needed: a home that cannot be written
+
+    temporary = Path(gettempdir(), f"nnmpi-{os.getuid()}")
+    if temporary.is_symlink():
+        raise UsageError(f"{temporary} is a link; remove it, or set ${VARIABLE} to a folder")
+    return private(temporary)
 
 
 def private(folder: Path) -> Path:

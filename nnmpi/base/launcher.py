@@ -23,6 +23,7 @@ from pathlib import Path
 
 from nnmpi.base.errors import LaunchError, raised_as
 
+TORCHRUN = "torchrun"
 # Name; variables of size, rank, ranks on this node, and the node's number.
 # The innermost launcher is first: Open MPI's mpirun starts its daemons by srun, and its ranks
 # inherit srun's variables. Slurm's variables are those of a job step: a batch script, which runs
@@ -37,6 +38,8 @@ LAUNCHERS = (
     ),
     ("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", ""),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
+    # starts processes without MPI: known, so that they are refused and do not train each alone
+    (TORCHRUN, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", ""),
 )
 
 
@@ -63,6 +66,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         size, rank = (_number(environ, other) for other in others)
         if here not in environ and "SLURM_PROCID" in environ and not node:
             continue  # `srun --mpi=pmi2` sets PMI_RANK as MPICH's mpirun does
+        if name == TORCHRUN and size == 1:
+            continue  # a single process, whose variables programs of PyTorch set themselves
         if size is not None and rank is not None:
             return Launch(
                 name, size, rank, _tasks_here(environ.get(here, ""), _number(environ, node) or 0)

@@ -34,7 +34,7 @@ from nnmpi.backend.array import HOST_NUMBERS, Array, Shape, namespace, zeros
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted, translated
 from nnmpi.base.settled import Settled
 from nnmpi.comm.agreement import as_text
 from nnmpi.comm.buffers import room_for, start_fetch
@@ -165,8 +165,9 @@ class LabelLoss(Settled, fixed="function func keywords scale"):
 
     Raises:
         UsageError: when called, for values of other shapes. A single number is refused: it could be
-            a sum or a mean. (A function with an argument `reduction="sum"` declares a sum, and is
-            used as it is.)
+            a sum, a mean, or neither, such as a Dice over all samples, which depends on the
+            samples that a rank has. (A function with an argument `reduction="sum"` declares a sum
+            over labels, and is used as it is.)
     """
 
     def __init__(self, function: SumLoss, scale: float = 1.0) -> None:
@@ -188,8 +189,10 @@ class LabelLoss(Settled, fixed="function func keywords scale"):
             raise UsageError(
                 f"the loss returned {gave} for labels of shape {labels.shape}; return one value for"
                 ' each label, as reduction="none" does: the Worker divides them by the global'
-                " batch's labels. A function that returns the sum declares it:"
-                ' def loss(logits, labels, reduction="sum")'
+                " batch's labels. A function that returns their sum declares it:"
+                ' def loss(logits, labels, reduction="sum"). A number of the batch as a whole, such'
+                " as a Dice over all samples, is no sum: it would depend on which samples a rank"
+                " has; return one for each sample, of float labels"
             )
         count = prod(shape[1:]) if labels.dtype.kind == "f" else 1
         factor = self.scale / max(count, 1)
@@ -310,6 +313,8 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, FloatingPointError) and (known := translated(error)) is not error:
+            raise known from error
         raise UsageError(
             fault(getattr(loss, "function", loss), ("logits", "labels"), error)
         ) from error

@@ -37,7 +37,7 @@ from nnmpi.base.units import format_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
-from nnmpi.train.folder import LAST_WORDS, RunFolder, Start, read_run
+from nnmpi.train.folder import LAST_WORDS, RunFolder, Start, code_of, read_run, resume_words
 from nnmpi.train.log import describe_measures
 from nnmpi.train.metrics import checked_record
 from nnmpi.train.signature import versions
@@ -105,7 +105,7 @@ def diagnose(path: Path) -> Diagnosis:
     Raises:
         UsageError: for a folder without a run.
     """
-    read_run(path, str(path))
+    code = code_of(read_run(path, str(path)))
     folder = RunFolder(path)
     checkpoint, step, notices = None, 0, []
     try:
@@ -137,13 +137,16 @@ def diagnose(path: Path) -> Diagnosis:
         *(f"start {start}: {fault}" for start, fault in faults[-5:]),
     )
 
+    # whether the code may be executed is the user's decision, not the diagnosis's
+    trust = f" (and --trust, which executes {code})" if code else ""
+
     def judge() -> tuple[str, str]:
         """Return what happened, and the advice."""
         # The user will paste this command, and the folder may come from someone else: so its values
         # are checked and quoted.
         ranks = starts[-1].ranks if starts else 1
-        command = f"nnmpi run -n {ranks} -- --resume {quote(str(path))}"
-        resume = f"continue with: {command}"
+        command = f"nnmpi run -n {ranks} -- {resume_words(path)}"
+        resume = f"continue with: {command}{trust}"
         if checkpoint is None and steps(folder.checkpoints):
             resume = (
                 "no checkpoint is complete: restore one from a copy, or start a new run with"
@@ -159,7 +162,7 @@ def diagnose(path: Path) -> Diagnosis:
                 "wait, or watch its metrics.jsonl",
             )
         if folder.finished.exists():
-            return _judge_end(folder, checkpoint)
+            return _judge_end(folder, checkpoint, trust)
         flight = _flight(folder)
         if flight is not None:
             happened, record = flight
@@ -173,7 +176,7 @@ def diagnose(path: Path) -> Diagnosis:
                 f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
                 (
                     "continue with a smaller --lr, or --clip, from an earlier checkpoint:"
-                    f" {command} --lr ..."
+                    f" {command} --lr ...{trust}"
                 ),
             )
         said = _last_words(folder.console)
@@ -196,13 +199,20 @@ def diagnose(path: Path) -> Diagnosis:
     return Diagnosis(*judge(), facts)
 
 
-def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, str]:
-    """Diagnose a run with `finished.json`."""
-    resume = f"nnmpi train --resume {quote(str(folder.path))}"
+def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None, trust: str) -> tuple[str, str]:
+    """Diagnose a run with `finished.json`.
+
+    Args:
+        folder: of the run.
+        checkpoint: its last complete one.
+        trust: what is said of code that the next command would execute.
+    """
+    resume = f"nnmpi train {resume_words(folder.path)}{trust}"
     try:
         end = read_json(folder.finished)
         step, ranks, expected = (end[key] for key in ("step", "ranks", "weights_sha256"))
         total = max(step, end.get("of_steps", step))
+        resume = f"nnmpi train {resume_words(folder.path, int(ranks))}{trust}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -225,7 +235,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
                     f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the"
                     " weights are the final ones."
                 ),
-                f"nothing; use it: nnmpi evaluate {quote(str(folder.path))}",
+                f"nothing; use it: nnmpi evaluate {quote(str(folder.path))}{trust}",
             )
     return (
         (

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from math import inf, prod
 from os import EX_CANTCREAT, EX_DATAERR
 from pathlib import Path
-from shlex import quote
 from types import FrameType
 
 from nnmpi.base.command import check_numbers, printable, read_command, say
@@ -49,7 +48,7 @@ from nnmpi.lab.launching import (
 from nnmpi.train.checkpoint import STATE_FILE, candidates, step_of
 from nnmpi.train.cli import RANKS, parse, without
 from nnmpi.train.config import all_options
-from nnmpi.train.folder import RunFolder, default_folder
+from nnmpi.train.folder import RunFolder, code_of, default_folder, read_run, resume_words
 from nnmpi.train.loop import STOPPING, handling
 
 POLL_S = 0.05
@@ -189,11 +188,13 @@ class Supervisor:
 
     def _check(self, outcome: StartOutcome) -> None:
         """Raise GaveUp if another start would not help."""
-        resume = (
-            f"continue with: nnmpi run -n {self._plan.ranks} -- --resume"
-            f" {quote(str(self._plan.folder))}"
-        )
-        again = resume if self._files.config.exists() else "nothing had started"
+        again = "nothing had started"
+        if self._files.config.exists():
+            words = resume_words(self._plan.folder)
+            with suppress(UsageError):  # its ranks say what is wrong with it
+                # the code has been executed by this supervisor's ranks
+                words += " --trust" if code_of(read_run(self._plan.folder, "the run")) else ""
+            again = f"continue with: nnmpi run -n {self._plan.ranks} -- {words}"
         if self._signal:
             held = (
                 f"with a checkpoint of step {outcome.step}"

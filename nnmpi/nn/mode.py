@@ -119,7 +119,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
 
     def __init__(self, change: Callable[[Mode], Mode]) -> None:
         self._change = change
-        self._before: list[Mode] = []
+        self._before: list[tuple[Mode, Mode]] = []  # of each entry: the mode before, and within
 
     def _recreate_cm(self) -> within:
         return within(self._change)  # threads that call a decorated function share no state
@@ -128,18 +128,25 @@ class within(ContextDecorator, AbstractContextManager[None]):
         call(self._enter, writes=())
 
     def __exit__(self, *error: object) -> None:
-        call(self._leave, writes=())
+        try:
+            call(self._leave, writes=())
+        except BaseException:  # Ctrl-C meanwhile: a model must not stay in training mode
+            if self._before and _mode.get() is self._before[-1][1]:
+                self._leave()
+            raise
 
     def _enter(self) -> None:
-        mode = _mode.get()
-        self._before.append(mode)
-        _mode.set(self._change(mode))
+        before = _mode.get()
+        mode = self._change(before)
+        self._before.append((before, mode))
+        _mode.set(mode)
 
     def _leave(self) -> None:
-        mode = _mode.get()
-        if mode.dropped:
-            _left.set(mode)
-        _mode.set(self._before.pop())
+        left = _mode.get()
+        _mode.set(self._before[-1][0])  # first, see __exit__
+        self._before.pop()
+        if left.dropped:
+            _left.set(left)
 
 
 def warn_later(x: Tensor) -> None:

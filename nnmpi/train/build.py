@@ -331,7 +331,7 @@ def build_trainer(
     )
 
 
-def weigh(weights: Sequence[int] | str, train: Samples) -> Array:
+def weigh(weights: Sequence[float] | str, train: Samples) -> Array:
     """Return the weight of each class.
 
     Raises:
@@ -343,8 +343,9 @@ def weigh(weights: Sequence[int] | str, train: Samples) -> Array:
         counts = np.bincount(train.y[train.y >= 0], minlength=train.classes)
         return len(train) / (train.classes * np.maximum(counts, 1))
     if len(weights) != train.classes or not any(weights):
+        given = " ".join(f"{item:g}" for item in weights)
         raise UsageError(
-            f"--class-weights {' '.join(map(str, weights))}: the data have {train.classes} classes;"
+            f"--class-weights {given}: the data have {train.classes} classes;"
             " give one number for each, and not only zeros"
         )
     return np.array(weights, "float64")

@@ -365,8 +365,9 @@ class OptimizationConfig:
     """Epochs of linear warm-up from near 0 (default: 1, at most a tenth of the run)."""
     label_smoothing: float = 0.0
     """Probability moved from the right class to all classes, in the training loss."""
-    class_weights: tuple[int, ...] | Literal["balanced"] = ()
-    """Weights of the classes in the training loss, in their order, such as 2 5 5; balanced: inverse
+    class_weights: tuple[float, ...] | Literal["balanced"] = ()
+    """Weights of the classes in the training loss, in their order, such as 1 2.5 4; balanced:
+    inverse
     to how many training samples each has. None: equal ones.
     """
 

@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nnmpi.base.custom import is_foreign, short_name
@@ -400,6 +401,28 @@ def read_starts(folder: RunFolder) -> list[Start]:
         return [rebuilt(Start, record) for record in read_records(folder.starts)]
 
 
+def resume_words(folder: Path, ranks: int = 1) -> str:
+    """Return the words that resume a run, for a shell: "--resume runs/mine --ranks 4".
+
+    Args:
+        folder: of the run.
+        ranks: to start; 1 where the caller's command starts them.
+    """
+    name = str(folder)
+    # after "=" a name may begin with a dash
+    text = f"--resume={quote(name)}" if name.startswith("-") else f"--resume {quote(name)}"
+    return f"{text} --ranks {ranks}" if ranks > 1 else text
+
+
+def code_of(options: Mapping[str, Any]) -> str:
+    """Return the options of a run that name code outside of nnmpi: "--model net.py:build"."""
+    return ", ".join(
+        f"{all_options()[name].flag} {value}"
+        for name, value in options.items()
+        if is_foreign(value)
+    )
+
+
 def check_trust(
     folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None
 ) -> None:
@@ -416,9 +439,8 @@ def check_trust(
     Raises:
         UsageError: with the code, and the option to trust it.
     """
-    named = [name for name, value in options.items() if is_foreign(value) and name not in given]
-    if named and not trust:
-        code = ", ".join(f"{all_options()[name].flag} {options[name]}" for name in named)
+    code = code_of({name: value for name, value in options.items() if name not in given})
+    if code and not trust:
         raise UsageError(
             f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust"
             " whoever made the run, give --trust, or nnmpi.load(run, trust=True)"

@@ -32,7 +32,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 import nnmpi.base.clock as clock
-from nnmpi.base.command import Console
+from nnmpi.base.command import Console, as_words
 from nnmpi.base.custom import Custom, load_custom
 from nnmpi.base.errors import (
     CheckpointError,
@@ -67,9 +67,9 @@ from nnmpi.train.checkpoint import (
     steps,
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
-from nnmpi.train.config import Config
+from nnmpi.train.config import Config, flatten
 from nnmpi.train.derived import dropout_of, heads_of
-from nnmpi.train.folder import RunFolder
+from nnmpi.train.folder import RunFolder, code_of, resume_words
 from nnmpi.train.header import header
 from nnmpi.train.log import Reporter, describe_result
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
@@ -438,7 +438,16 @@ class Loop:
         return self.state
 
     def _how_to_resume(self) -> str:
-        return f"continue with: nnmpi train --resume {quote(str(self._run.folder.path))}"
+        """Return the command that goes on, with these ranks and the code that they executed."""
+        run, sync = self._run, self._run.config.sync
+        words = resume_words(run.folder.path, 1 if sync.simulate else run.group.size)
+        if sync.simulate:
+            words += f" {as_words('simulate', sync.simulate)}"
+        if sync.network:
+            words += f" {as_words('network', sync.network)}"
+        if code_of(flatten(run.config)):
+            words += " --trust"
+        return f"continue with: nnmpi train {words}"
 
 
 def is_due(count: int, every: int) -> bool:

@@ -11,14 +11,17 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Literal, get_type_hints
 
+import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import nn, optim
 from nnmpi.base.command import (
     Switch,
     announce,
     check_idle,
     check_numbers,
+    describe_uncaught,
     folded,
     options_of,
     printable,
@@ -339,3 +342,20 @@ def test_the_train_command_repeats_no_option_of_the_library(section):
     }
     own = {*vars(section).get("__annotations__", {})}
     assert own & library <= {"precision"}
+
+
+def test_numbers_that_numpy_is_told_to_refuse_are_said_in_a_sentence():
+    """In nnmpi's own code; what a user's own line raises keeps its traceback."""
+    model = nn.Sequential(nn.Linear(2, 2)).initialize(seed=0)
+    optimizer = optim.Adam(model.storage, lr=1e-3)
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError) as raised:
+        for value in (1e-20, 1e-30):
+            for grad in model.storage.grads:
+                grad[...] = value
+            optimizer.step()
+    status, text = describe_uncaught(raised.value)
+    assert status == UsageError("").exit_status and "Traceback" not in text
+    assert "has told NumPy to raise this (np.seterr, np.errstate)" in text
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError) as raised:
+        np.float32(1e-30) * np.float32(1e-30)
+    assert "Traceback" in describe_uncaught(raised.value)[1]

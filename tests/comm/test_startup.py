@@ -53,6 +53,7 @@ def test_a_start_that_takes_too_long_is_ended_with_its_stack():
 OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4)
 MPICH = Launch("MPICH's mpirun", 4, 0, 4)
 SRUN = Launch("srun", 4, 0, 4)
+TORCHRUN = Launch("torchrun", 4, 0, 4)
 HYDRA = {"HYDI_CONTROL_FD": "7"}
 
 
@@ -80,6 +81,15 @@ FOREIGN = "started 4 processes, but mpi4py uses another MPI, {}, which sees one 
         ("MPICH", SRUN, {}, 4, ""),
         ("Open MPI", None, {}, 1, ""),
         ("Open MPI", ONE, {}, 1, ""),
+        ("Open MPI", TORCHRUN, {}, None, ""),  # MPI may still join them
+        ("Open MPI", TORCHRUN, {}, 4, ""),
+        (
+            "MPICH",
+            TORCHRUN,
+            {},
+            1,
+            "no ranks of MPI and would each train alone; start them with mpirun -n 4",
+        ),
     ],
 )
 def test_launchers_of_another_library_are_refused(vendor, launch, environ, size, words):
@@ -259,3 +269,13 @@ def test_ranks_are_not_started_where_mpi_can_write_nothing(monkeypatch, tmp_path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert "nnmpi.train" in rank_command(["--ranks", "2"])
     assert [*tmp_path.iterdir()] == []
+
+
+def test_processes_of_torchrun_do_not_train_each_alone():
+    environ = {"RANK": "0", "WORLD_SIZE": "2"}
+    for rank, said in (("0", "torchrun started 2 processes"), ("1", "")):
+        ended = alone(START, **environ | {"RANK": rank})
+        assert ended.returncode == LaunchError("").exit_status
+        assert said in ended.stderr and ended.stderr.count("\n") <= 2, ended.stderr
+    # a program of PyTorch's may set them for itself
+    assert alone(START, RANK="0", WORLD_SIZE="1").returncode == 0

@@ -1,4 +1,6 @@
 import os
+import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -8,6 +10,8 @@ import pytest
 from nnmpi.backend.jit.build import kernels_folder
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import cache_folder, locked
+from nnmpi.train.cli import main as train
+from tests.harness.commands import on_ranks
 from tests.harness.refusals import usage_error
 
 
@@ -51,6 +55,23 @@ def test_a_folder_of_somebody_else_is_no_cache(monkeypatch, tmp_path):
         os.chown(folder, 0, -1)
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "shared"))
     assert kernels_folder().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("dataset", ["paradise-lost --model lstm --features 8", "digits --jit"])
+def test_bundled_data_need_no_home_that_can_be_written(monkeypatch, tmp_path, dataset):
+    for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").write_text("")  # nobody can write below it, root neither
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    kept = tmp_path / "tmp" / f"nnmpi-{os.getuid()}"
+    assert cache_folder() == kept and kept.stat().st_mode & 0o777 == 0o700
+    words = f"--dataset {dataset} --max-steps 2 --eval-every 0 --quiet --out"
+    on_ranks(train, [*words.split(), str(tmp_path / "run")], 2)
+    shutil.rmtree(kept)
+    kept.symlink_to(tmp_path)
+    usage_error(f"{kept} is a link", cache_folder)
 
 
 def test_a_user_without_a_home_is_told_what_to_name(monkeypatch):

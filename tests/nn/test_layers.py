@@ -4,6 +4,7 @@ made.
 
 import contextlib
 import inspect
+import sys
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
+from nnmpi.nn import mode as mode_module
 from nnmpi.nn.container import runs
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, concatenate, maximum, stack
@@ -342,6 +344,33 @@ def test_every_layer_is_here():
 
 
 # ---------------------------------------------------------------- modes
+@pytest.mark.parametrize("line", range(12))
+def test_ctrl_c_at_the_end_of_a_block_does_not_leave_training_on(line):
+    """At each line that Python executes when the block ends."""
+    lines = []
+
+    def interrupt(frame, event, argument):
+        code = frame.f_code
+        if code.co_filename != mode_module.__file__ or code.co_name not in ("__exit__", "_leave"):
+            return None
+        if event == "line" and frame.f_lineno > code.co_firstlineno + 1:  # it has begun to end
+            lines.append(frame.f_lineno)
+            if len(lines) == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    try:
+        with nn.training():
+            sys.settrace(interrupt)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    assert current() == Mode()
+
+
 def test_the_mode():
     """Evaluation outside; blocks nest and end."""
     assert current() == Mode()

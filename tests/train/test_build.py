@@ -205,7 +205,8 @@ def test_weights_of_the_classes():
     ):
         with pytest.raises(UsageError, match=text):
             build.weigh(weights, samples)
-    for wrong in ("1 a", "1 0.5", "-1 1"):
+    assert parse(["--class-weights", "1", "0.5,2e3"]).optimization.class_weights == (1, 0.5, 2000)
+    for wrong in ("1 a", "1 nan", "inf 1", "-0.5 1"):
         with pytest.raises(UsageError, match="--class-weights is"):
             parse(["--class-weights", *wrong.split()])
 
@@ -214,7 +215,7 @@ def test_class_weights_are_the_same_in_every_layout(tmp_path):
     words = "--model mlp --dataset iris --dtype float64 --epochs 1 --quiet --label-smoothing 0.1"
     found = []
     for more in ("", "--pp 2", "--tp 2", "--zero 1", "--reduction fixed", "unweighted"):
-        weighted = "" if more == "unweighted" else f"--class-weights 1 5 0 {more}"
+        weighted = "" if more == "unweighted" else f"--class-weights 1 4.75 0 {more}"
         out = tmp_path / str(len(found))
         command = f"{words} {weighted} --out {out}".split()
         simulate(lambda group, given=command: main(given, group), 2 if found else 1)

@@ -175,7 +175,7 @@ def test_a_callback_is_told_each_record_once():
         (
             "--loss own.py:number --pp 3",
             "the loss returned an instance of float for labels of shape .*; return one value for"
-            " each label",
+            " each label.*A number of the batch as a whole, such as a Dice .*, is no sum",
         ),
         ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
         ("--loss own.py:of_each", "the loss returned values of shape .* for labels of shape"),

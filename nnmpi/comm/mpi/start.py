@@ -24,6 +24,7 @@ import threadpoolctl
 from nnmpi.base.command import watch_alone
 from nnmpi.base.errors import LaunchError, UsageError
 from nnmpi.base.launcher import (
+    TORCHRUN,
     Launch,
     check_temporary_folder,
     make_temporary_folder,
@@ -176,6 +177,11 @@ def refuse_mismatch(
     """
     if launch is None or launch.size == 1:
         return
+    if size == 1 and launch.name == TORCHRUN:
+        raise LaunchError(
+            f"{TORCHRUN} started {launch.size} processes (WORLD_SIZE, RANK), which are no ranks of"
+            f" MPI and would each train alone; start them with mpirun -n {launch.size}"
+        )
     mpich_under_open_mpi = vendor == "MPICH" and launch.name.startswith("Open MPI")
     open_mpi_under_mpich = (
         vendor == "Open MPI" and launch.name.startswith("MPICH") and "HYDI_CONTROL_FD" in environ
