@@ -55,8 +55,15 @@ from typing import (
 from unicodedata import category
 
 from nnmpi.base.custom import Custom, is_custom, name_of
-from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
-from nnmpi.base.files import OutputFile, check_output, opened_to_write
+from nnmpi.base.errors import (
+    HelpAsked,
+    NnmpiError,
+    UsageError,
+    raised_as,
+    shortened,
+    translated,
+)
+from nnmpi.base.files import OF_A_RUN, OutputFile, is_own, opened_to_write
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
@@ -443,6 +450,43 @@ def _check_outputs(given: Mapping[str, Any], paths: Sequence[Path]) -> None:
     inputs = [*paths, *(value for value in options if not isinstance(value, OutputFile))]
     for name, file in outputs.items():
         check_output(file, f"{flag_of(name)} {file}", given.get("replace", False), inputs)
+
+
+def check_output(file: Path, named: str, replace: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse to write a command's result over what the user may want to keep.
+
+    Args:
+        file: to write.
+        named: its option with the file, for messages.
+        replace: whether the user has given --replace.
+        inputs: what the command reads.
+
+    Raises:
+        UsageError: for an input and a file in a run's folder, always; else see `check_known`.
+    """
+    with raised_as(UsageError, f"{named} cannot be written"):
+        if any(given.exists() and given.samefile(file) for given in inputs if file.is_file()):
+            raise UsageError(f"{named} is what the command reads; give another file")
+        for folder in file.resolve().parents if file.is_file() else ():
+            if all((folder / name).is_file() for name in OF_A_RUN):
+                raise UsageError(f"{named} is there, in the folder of a run; give another file")
+    check_known(file, named, replace)
+
+
+def check_known(file: Path, named: str, replace: bool) -> None:
+    """Refuse to replace a file that nnmpi did not write, as far as its marks say.
+
+    What is no ordinary file, such as /dev/stdout, is written to; an empty file holds nothing.
+
+    Raises:
+        UsageError: unless `replace`.
+    """
+    with raised_as(UsageError, f"{named} cannot be written"):
+        if not replace and file.is_file() and file.stat().st_size and not is_own(file):
+            raise UsageError(
+                f"{named} is there, and it is not known as a file of nnmpi's; give another one, or"
+                " --replace"
+            )
 
 
 def make_section(section: type[T], values: Mapping[str, Any]) -> T:

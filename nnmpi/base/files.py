@@ -23,9 +23,10 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import tomllib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import repeat
@@ -99,9 +100,8 @@ def cache_folder() -> Path:
         ) from None
     if folder.is_dir():
         return folder
-    from tempfile import gettempdir  # seldom needed: a home that cannot be written
-
-    temporary = Path(gettempdir(), f"nnmpi-{os.getuid()}")
+    # a home that cannot be written
+    temporary = Path(tempfile.gettempdir(), f"nnmpi-{os.getuid()}")
     if temporary.is_symlink():
         raise UsageError(f"{temporary} is a link; remove it, or set ${VARIABLE} to a folder")
     return private(temporary)
@@ -263,47 +263,10 @@ def opened_to_write(
 
 
 class OutputFile(PosixPath):
-    """A file for a command to write, as the type of an option: see `check_output`."""
+    """A file for a command to write, as the type of an option: see `command.check_output`."""
 
 
-def check_output(file: Path, named: str, replace: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse to write a command's result over what the user may want to keep.
-
-    Args:
-        file: to write.
-        named: its option with the file, for messages.
-        replace: whether the user has given --replace.
-        inputs: what the command reads.
-
-    Raises:
-        UsageError: for an input and a file in a run's folder, always; else see `check_known`.
-    """
-    with raised_as(UsageError, f"{named} cannot be written"):
-        if any(given.exists() and given.samefile(file) for given in inputs if file.is_file()):
-            raise UsageError(f"{named} is what the command reads; give another file")
-        for folder in file.resolve().parents if file.is_file() else ():
-            if all((folder / name).is_file() for name in OF_A_RUN):
-                raise UsageError(f"{named} is there, in the folder of a run; give another file")
-    check_known(file, named, replace)
-
-
-def check_known(file: Path, named: str, replace: bool) -> None:
-    """Refuse to replace a file that nnmpi did not write, as far as its marks say.
-
-    What is no ordinary file, such as /dev/stdout, is written to; an empty file holds nothing.
-
-    Raises:
-        UsageError: unless `replace`.
-    """
-    with raised_as(UsageError, f"{named} cannot be written"):
-        if not replace and file.is_file() and file.stat().st_size and not _is_own(file):
-            raise UsageError(
-                f"{named} is there, and it is not known as a file of nnmpi's; give another one, or"
-                " --replace"
-            )
-
-
-def _is_own(file: Path) -> bool:
+def is_own(file: Path) -> bool:
     """Return whether nnmpi has written a file, by the marks in it."""
     with file.open("rb") as stream:
         text = stream.read(MARKED_BYTES)

@@ -99,7 +99,7 @@ def make_temporary_folder() -> str:
     Raises:
         LaunchError: when it cannot be written, of which Open MPI itself would die.
     """
-    chosen = next((name for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ), "")
+    chosen = next((name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "")
     folder = os.environ.get(chosen, "/tmp")
     with raised_as(
         LaunchError,

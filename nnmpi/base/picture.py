@@ -38,7 +38,7 @@ OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # characters of the axis, as text
 LETTER = 0.0112  # inches: mean width of a letter per point of font size
-# What a file says of its origin, by which `files.check_known` knows it again.
+# What a file says of its origin, by which `files.is_own` knows it again.
 _ABOUT: Mapping[str, dict[str, str | None]] = {
     ".svg": {"Creator": "nnmpi", "Date": None},
     ".png": {"Software": "nnmpi"},

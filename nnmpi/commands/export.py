@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from nnmpi.base.command import read_command
+from nnmpi.base.command import check_known, read_command
 from nnmpi.base.errors import UsageError, raised_as
-from nnmpi.base.files import OutputFile, check_known
+from nnmpi.base.files import OutputFile
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group

@@ -216,7 +216,8 @@ def _marked(folder: Path) -> Iterator[None]:
     with unlocked.open("x") as marker:
         marker.write(_identity(folder))
         marker.flush()
-        flock(marker, LOCK_EX)
+        with suppress(OSError):  # a file system without locks, where nobody takes it for abandoned
+            flock(marker, LOCK_EX)
         unlocked.rename(folder / MARKER)
         yield
 

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nnmpi.base.command import as_words, read_command, say
+from nnmpi.base.command import as_words, check_known, read_command, say
 from nnmpi.base.errors import UsageError, raised_as
-from nnmpi.base.files import OutputFile, check_known, foreign, json_text, read_json, rebuilt
+from nnmpi.base.files import OutputFile, foreign, json_text, read_json, rebuilt
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.lab.pages.page import write_page
 from nnmpi.train.config import all_options
