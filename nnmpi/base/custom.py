@@ -208,7 +208,8 @@ def beside(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(name)
+        with suppress(ValueError):  # the user's code has removed it
+            sys.path.remove(name)
         if name not in sys.path:
             sys.path.append(name)
 

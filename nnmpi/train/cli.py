@@ -15,8 +15,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from nnmpi.base.command import Console, as_words, flag_of, read_words
-from nnmpi.base.custom import custom_file
+from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_toml
 from nnmpi.base.launcher import (
@@ -40,7 +39,7 @@ from nnmpi.train.config import (
     plain,
     shared,
 )
-from nnmpi.train.folder import RunFolder, check_trust, default_folder, find_model, read_run
+from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import begin
 
 PROGRAM = "nnmpi train"
@@ -107,35 +106,13 @@ def read_options(words: Sequence[str], group: Group, made: list[Path] | None = N
         config = parse(words)
         run, pretrained = config.run, config.model.pretrained
         model, out = pretrained and find_model(pretrained), run.resume or run.out
-        if model is not None:
-            config = config.having(pretrained=model)
-        if out is not None and run.resume is None:
-            _refuse_inputs_within(out, config)
         if out is None:
             out = default_folder(config)
             if made is not None:
                 made.append(out)
-        return config.having(out=out)
+        return config.having(out=out, pretrained=model)
 
     return shared(group, read)
-
-
-def _refuse_inputs_within(out: Path, config: Config) -> None:
-    """Refuse a new run whose own files would replace what it reads.
-
-    Raises:
-        UsageError: with the option.
-    """
-    own = {path.resolve() for path in vars(RunFolder(out)).values() if path != out}
-    for name, value in flatten(config).items():
-        file = custom_file(value) or (Path(value) if value and isinstance(value, str) else None)
-        if name == "out" or file is None or not os.path.exists(file):
-            continue
-        if own & {file.resolve(), *file.resolve().parents}:
-            raise UsageError(
-                f"{flag_of(name)} {value} is where the run of --out {out} would write; give another"
-                " --out"
-            )
 
 
 def parse(words: Sequence[str]) -> Config:

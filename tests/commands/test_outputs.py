@@ -177,7 +177,9 @@ def test_a_run_does_not_write_over_what_it_reads(here):
         f"{GPT} --pretrained exp --out link",
         f"{GPT} {small} --dataset exp/checkpoints/text.txt --out exp",
     ):
-        usage_error("where the run of --out", of_ranks(train), words.split())
+        usage_error(
+            "which a run would write there, too|already holds a run", of_ranks(train), words.split()
+        )
     assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
     shutil.rmtree(here / "exp" / "checkpoints")
     shutil.rmtree(here / "exp" / "model")
