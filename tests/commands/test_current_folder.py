@@ -25,6 +25,7 @@ ssl email html http xml webbrowser platform tempfile textwrap difflib inspect to
 numpy mpi4py safetensors filelock pooch threadpoolctl numba llvmlite cupy matplotlib PIL tokenizers
 tensorboardX crc32c ml_dtypes onnx sitecustomize nets utils
 """
+FLOWERS = "sepal_length_cm,sepal_width_cm,petal_length_cm,petal_width_cm\n5.1,3.5,1.4,0.2\n"
 # what pip writes
 SCRIPT = "import sys\nfrom nnmpi.__main__ import main\nsys.exit(main())\n"
 SMALL = "--dataset iris --model mlp --hidden 8 --max-steps 12 --eval-every 0 --quiet"
@@ -83,7 +84,7 @@ def folder(tmp_path_factory):
     plant(folder)
     (folder / "script").mkdir()
     (folder / "script" / "nnmpi").write_text(SCRIPT)
-    (folder / "flowers.csv").write_text("5.1,3.5,1.4,0.2\n")
+    (folder / "flowers.csv").write_text(FLOWERS)
     (folder / "assignment.toml").write_text(ASSIGNMENT)
     (folder / "of-user.toml").write_text('dataset = "iris"\nmodel = "mlp"\nepochs = 1\n')
     solution = "def ring_all_reduce(rank, size):\n    return ()\n"

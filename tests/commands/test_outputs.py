@@ -17,6 +17,7 @@ from tests.harness.refusals import refuses, usage_error
 
 pytestmark = pytest.mark.host_only("files, whatever computes")
 
+FLOWERS = "sepal_length_cm,sepal_width_cm,petal_length_cm,petal_width_cm\n5.1,3.5,1.4,0.2\n"
 MINE = "work of a week\n"
 ASSIGNMENT = """
 title = "one"
@@ -41,7 +42,7 @@ def here(trained, tmp_path, monkeypatch):
     """A current folder with a run, and what commands read."""
     shutil.copytree(trained, tmp_path / "r")
     shutil.copytree(trained, tmp_path / "s")
-    (tmp_path / "flowers.csv").write_text("5.1,3.5,1.4,0.2\n")
+    (tmp_path / "flowers.csv").write_text(FLOWERS)
     (tmp_path / "assignment.toml").write_text(ASSIGNMENT)
     (tmp_path / "ring_all_reduce.py").write_text(
         "def ring_all_reduce(rank, size):\n    return ()\n"
