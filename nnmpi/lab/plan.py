@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from nnmpi.base.command import as_words, check_numbers, require
 from nnmpi.base.errors import counted
-from nnmpi.base.files import OutputFile
 from nnmpi.base.launcher import start_words
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import agreed, on_root
