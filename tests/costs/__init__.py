@@ -1,0 +1,1 @@
+"""What a training step costs, counted: see `count` and `ways`."""
