@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import itemgetter
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import numpy as np
 
 from nnmpi.backend.array import Array, asarray, is_array, is_result, namespace
+from nnmpi.backend.program.call import Call, items_of, owner_of
 from nnmpi.backend.program.record import CallList, Makers, active_calls, bare
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import UsageError, is_own
 
 _SETTINGS = (bool, int, float, str, tuple, type(None))
 
@@ -313,3 +315,68 @@ class Recorder(CallList):
         """Return a copy of a result, as the step's own memory."""
         array = array.copy(order="K")
         return self.adopt(array) if isinstance(array, np.ndarray) else array
+
+
+class Rehearsal(Recorder):
+    """Records a step that leaves nothing behind: after its last call, to compare it once more.
+
+    Operations compute. A call that may do anything, such as an update or a message, is noted and
+    not made; nobody waits for other ranks, which may have ended.
+
+    Args:
+        recorded: the recording with which it will be compared.
+    """
+
+    is_rehearsal = True
+
+    def __init__(self, recorded: Recorder) -> None:
+        super().__init__()
+        self._recorded = recorded
+        self.notes_lines, self.reads_mode = True, recorded.reads_mode
+
+    def call(self, function: Any, reads: Any, writes: Any, when: str) -> Any:
+        """See `call`."""
+        if when == "each" and writes is None:
+            return self.append(function, bare(tuple(reads), deep=False), writes=None)
+        return None if when == "once" else super().call(function, reads, writes, when)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Give back, after the block, what its step has written to outside of it."""
+        recorded = self._recorded
+        held = chain.from_iterable(vars(module).values() for module in recorded.owners.values())
+        buffers = [getattr(item, "_data", None) for item in held if _is_ours(item)]
+        written = [(call.target(), call.writes, call.result) for call in recorded.calls]
+        found = map(owner_of, items_of([*written, buffers], np.ndarray))
+        arrays = {id(owner): owner for owner in found if owner.flags.writeable}.values()
+        values = [owner.copy() for owner in arrays]
+        leaves = [leaf for leaf, *_ in recorded.leaves.values()]
+        grads = [leaf._grad for leaf in leaves]
+        objects = [*recorded.owners.values(), *objects_of(recorded.calls)]
+        attributes = [dict(vars(item)) for item in objects]
+        try:
+            yield
+        finally:
+            for array, before in zip(arrays, values, strict=True):
+                if array.tobytes() != before.tobytes():  # else others may have it in shared memory
+                    array[...] = before
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf._grad = grad
+            for item, names in zip(objects, attributes, strict=True):
+                for name in vars(item).keys() - names.keys():
+                    del vars(item)[name]
+                vars(item).update(names)
+
+
+def objects_of(calls: Sequence[Call]) -> list[Any]:
+    """Return nnmpi's objects whose methods are called, with their storages: they set flags."""
+    functions = [x.func if isinstance(x := call.function, partial) else x for call in calls]
+    callers = [x.__self__ for x in functions if isinstance(x, MethodType) and _is_ours(x.__self__)]
+    several = [*callers, *(getattr(item, "storage", None) for item in callers)]
+    own = [item for item in several if _is_ours(item) and hasattr(item, "__dict__")]
+    return [*{id(item): item for item in own}.values()]
+
+
+def _is_ours(item: object) -> bool:
+    """Whether an object is nnmpi's, perhaps of a user's class: a stranger may answer every name."""
+    return any(map(is_own, type(item).__mro__))

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
+from nnmpi.backend.program.record import active_calls
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.machine import Machine
@@ -262,7 +263,10 @@ class Closing:
     """
 
     def check_open(self) -> None:
-        """Do nothing; see `Comm`."""
+        """Refuse a step that is only rehearsed; see `Comm`."""
+        recorder = active_calls.get()  # not by a function: each collective asks
+        if recorder is not None and recorder.is_rehearsal:
+            raise UsageError("a step that is rehearsed exchanges nothing")
 
     def close(self) -> None:
         """Let each call that begins something be refused from now on."""

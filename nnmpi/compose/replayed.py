@@ -4,8 +4,7 @@
                                2nd, 3rd     eager, and every call on arrays is recorded; the two
                                             recordings must be the same (see `nn.compiled`)
                                later        the calls are replayed: the same bits, no graph, no
-                                            checks; from time to time a pass is recorded again, and
-                                            compared
+                                            checks
     on a device                1st time     eager, in the memory of its graphs (see `cuda.graph`)
                                2nd time     captured
                                later        the graphs are launched
@@ -13,7 +12,9 @@
 A replay would freeze any decision that Python makes in a forward pass. So a model is replayed only
 if nothing in it decides by values: if all of its modules, and the loss, are nnmpi's own, or declare
 it (`Module.replayable`). Its parts are compared before each replay. With another layer, rate or
-array in place of the old one the pass is eager, and recorded again.
+array in place of the old one the pass is eager, and recorded again. What a user declares may be
+wrong: where code outside of nnmpi takes part, passes are recorded again from time to time, and
+compared (see `nn.compiled`). Where none does, two recordings are all.
 
 A recording is made while a pass computes real results, operation by operation. To trace the model
 once with a stand-in for NumPy, and to compile the trace, was tried and dropped: its errors appeared
@@ -30,7 +31,7 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
 from nnmpi.compose.layout import Layout
-from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, OldValueError, Watch
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, OldValueError, Recording, Watch
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
 
@@ -65,12 +66,12 @@ class Replay(Compiled):
 
     Attributes:
         replays: the number of replayed passes.
-        audits: whether passes are compared with their recordings from time to time. A trial of a
-            layout, which changes nothing, does without: they took half of it.
+        compares: whether passes are compared with their recordings. A trial of a layout, which
+            changes nothing, does without.
         failed: an error that the last pass has found, which all ranks are to raise; or None.
     """
 
-    _name, failed, audits = "the model", None, True
+    _name, failed, compares = "the model", None, True
 
     # it is written to in every step, and by nobody else
     __setattr__ = object.__setattr__  # type: ignore[assignment]
@@ -84,6 +85,7 @@ class Replay(Compiled):
         self._watch: Watch | None = None  # of the model
         self._new: Any = None  # the key of a pass with a new or changed model, which comes first
         self._changes = self.replays = 0
+        self._has_strangers = False  # whether code outside of nnmpi takes part
 
     def explain(self) -> str:
         """Return why the last pass was not replayed; nothing if it was."""
@@ -128,7 +130,7 @@ class Replay(Compiled):
     def _replays_or_records(self, key: Any, mode: Mode) -> bool:
         recording = self._held.get(key)
         if recording is not None and recording.is_valid():
-            if self.audits and recording.is_due():
+            if self.compares and recording.is_due(self._has_strangers):
                 # a pass like any other for the ranks that replay: it sends the same messages
                 self._reason = "the pass is compared with its recording"
                 try:
@@ -138,6 +140,9 @@ class Replay(Compiled):
                 self._reason = self.refusal or self._reason
                 return True
             self.replays, self._reason = self.replays + 1, ""
+            recording.is_audited = self.compares and self._has_strangers
+            if recording.is_audited:
+                recording.walked = self._now
             recording.replay((), mode)
             return True
         self._reason = "inputs of these shapes have not come often enough"
@@ -154,6 +159,10 @@ class Replay(Compiled):
             self._shapes.add(key)
         return False
 
+    def _rehearse(self, held: Recording) -> str:
+        self._now, self._step = held.walked, held.walked.walk
+        return super()._rehearse(held)
+
     def inspect(self) -> None:
         """List the parts of a new or changed model, and decide whether it may be replayed.
 
@@ -168,8 +177,9 @@ class Replay(Compiled):
         strangers = [
             f"{name} ({type(module).__name__})"
             for name, module in modules
-            if not _is_replayable(module)
+            if not all(declared for _, declared in _strangers(module))
         ]
+        self._has_strangers = any(_strangers(module) for _, module in modules)
         self._reason = "the model is new, or has changed"
         if strangers:
             self._reason = (
@@ -212,18 +222,22 @@ def _no_step() -> None:
     """Stand for the step between two passes."""
 
 
-def _is_replayable(module: Module) -> bool:
-    """Return whether a module decides nothing by values: all its callables are nnmpi's own, or
-    declare it.
+def _strangers(module: Module) -> list[tuple[str, bool]]:
+    """Return what a module computes with that is not nnmpi's own: its class, its callables.
+
+    With each goes whether it declares that it decides nothing by values (`replayable`).
     """
     kind, local = type(module), vars(module)
     if not is_own(kind):
-        return vars(kind).get("replayable") is True and "forward" not in local
-    called = [
-        getattr(item, "func", item)
-        for item in local.values()
+        declared = vars(kind).get("replayable") is True and "forward" not in local
+        return [(kind.__name__, declared)]
+    called = {
+        name: getattr(item, "func", item)
+        for name, item in local.items()
         if callable(item) and not isinstance(item, Module)
+    }
+    return [
+        (name, name != "forward" and bool(getattr(item, "replayable", False)))
+        for name, item in called.items()
+        if not is_own(item)
     ]
-    return is_own(local.get("forward", Module.forward)) and all(
-        is_own(item) or getattr(item, "replayable", False) for item in called
-    )

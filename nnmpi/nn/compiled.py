@@ -12,7 +12,10 @@
     call 2       does so again; the two recordings must be the same (see `program.compare`)
     call 3 on    copies x and y into input buffers and repeats the recorded calls: no graph, no
                  checks, no allocations
-    audits       calls 4, 8, 16, 32 ... are recorded and compared, too
+    audits       calls 4, 8, 15, 16, and then every 1,500th are recorded and compared, too
+    the end      when the step is dropped or the program ends, it is compared once more, by doing it
+                 without an effect (see `recording.Rehearsal`): a difference is printed, and the
+                 program's status is not 0
 
     another shape    gets a recording of its own
 
@@ -27,6 +30,7 @@ On a device the second call is captured, and later ones launch CUDA graphs (see 
 cannot be compared.
 """
 
+import atexit
 import gc
 import os
 import random
@@ -34,12 +38,13 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext, suppress
+from contextvars import Context, ContextVar, copy_context
 from copy import copy
+from dataclasses import is_dataclass
 from functools import lru_cache, partial, update_wrapper
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, starmap
+from operator import attrgetter, call, is_, itemgetter
 from threading import RLock
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -54,7 +59,9 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.program.call import Call, owner_of, rebuilt
 from nnmpi.backend.program.compare import Comparison, referents
 from nnmpi.backend.program.replay import Arena, StepProgram
-from nnmpi.backend.recording import Recorder, active
+from nnmpi.backend.recording import Recorder, Rehearsal, active, objects_of
+from nnmpi.backend.storage import Storage
+from nnmpi.base.ending import fail_at_end
 from nnmpi.base.errors import ShapeError, UsageError, is_own
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import is_users
@@ -72,7 +79,14 @@ MOST_TRIES = 4
 MOST_UNUSED = 16  # recordings in a row without a replay
 MOST_KEYS = 256  # that are known
 MOST_BYTES = 2**16  # of an array whose values are compared; longer ones are left to audits
+MOST_OF_DATA = 2**20  # the same, of a `Dataset`'s
 MOST_PARTS = 2000  # that are compared, the nearest first; as many take 20 us
+# Calls of a recording: most of what changes does so soon. The fifteenth is there since what changes
+# in every third call would meet no power of two.
+EARLY_AUDITS = frozenset((2, 4, 8, 15, 16))
+# An audit takes as long as 30 replays of a small step, and as fewer of a larger one. Audits may
+# take 2 % of all replays. It is a count, as measured times would differ from rank to rank.
+AUDIT_EVERY = 50 * 30
 
 
 class OldValueError(UsageError):
@@ -113,6 +127,7 @@ class Compiled(Settled, fixed="pool"):
     _refusal: str = ""
     _number = 0  # of the present call
     _name = "the step"
+    _end: Callable[[], None] | None = None  # what `atexit` calls, once something may be replayed
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
@@ -121,6 +136,12 @@ class Compiled(Settled, fixed="pool"):
         self._known: dict[Any, Known] = {}
         self.pool = Arena()
         self._lock = RLock()
+
+    def __del__(self) -> None:
+        """Compare the step once more."""
+        if self._end is not None and not sys.is_finalizing():
+            atexit.unregister(self._end)
+            self._compare_at_end()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # a method gets its object
@@ -200,6 +221,47 @@ class Compiled(Settled, fixed="pool"):
                 return self._audit(key, held, inputs, mode)
             return held.replay(inputs, mode)
 
+    def _compare_at_end(self) -> None:
+        """Compare what was replayed since the last audit with the step as it is now.
+
+        No call follows that would find what has changed since.
+        """
+        for held in [*self._held.values()]:
+            context, held.unchecked = held.unchecked, None
+            found = "" if context is None else context.run(self._rehearse, held)
+            if found:
+                fail_at_end(OldValueError(self._describe(found, held.checked + 1)))
+
+    def _rehearse(self, held: "Recording") -> str:
+        """Do a step without an effect, in the context of its last call; return how it differs.
+
+        Nothing, if the next call would have recorded anew, or the step cannot be done any more.
+        """
+        if current().memory is not None:  # generation goes on where the last call has ended
+            return ""
+        recorder = Rehearsal(held.recorder)
+        inputs, outputs, is_whole = _mapped(_input_buffer, held.inputs), None, False
+        with recorder.undone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held.recorder.restore_grads()  # as they were before the last call, if not within it
+            if not held.is_as_recorded():
+                return ""
+            with suppress(Exception), recorder.running():
+                outputs = _outputs(self._step(*inputs))
+                is_whole = True
+        new = Recording(recorder, self.pool, held.known, inputs, outputs)
+        return recorder.spoiled or held.difference(new, is_whole)
+
+    def _describe(self, found: str, since: int | None = None) -> str:
+        """Return a sentence on what an audit has found, and the calls that it casts doubt on."""
+        changes = f"{self._name} computes with what changes from call to call: {found}"
+        if since is None:
+            return changes
+        return (
+            f"{changes}; calls since number {since} may have used an old value: give it as an"
+            " argument, or do not compile this"
+        )
+
     def _known_of(self, key: Any) -> Known:
         if len(self._known) >= MOST_KEYS and key not in self._known:
             self._known.clear()
@@ -218,20 +280,18 @@ class Compiled(Settled, fixed="pool"):
         new = Recording(recorder, self.pool, held.known, *self._do(inputs, mode, recorder))
         recorder.look(used)
         since, held.checked = held.checked + 1, self._number
+        was_replayed, held.unchecked = held.unchecked is not None, None
         found = recorder.spoiled or held.difference(new)
         if not found:
             held.look_again()
             return new.results()
         del self._held[key]
-        self._refusal = f"{self._name} computes with what changes from call to call: {found}"
+        self._refusal = self._describe(found)
         if held.moved:  # what has changed is seen: the next call records anew
             return new.results()
         held.known.refusal = self._refusal
-        if since < self._number:
-            raise OldValueError(
-                f"{self._refusal}; calls since number {since} may have used an old value: give it"
-                " as an argument, or do not compile this"
-            )
+        if was_replayed:
+            raise OldValueError(self._describe(found, since))
         launch = read_launch(os.environ)
         if launch is None or launch.rank == 0:  # once for all ranks
             warnings.warn(f"{self._refusal}; it is not replayed", stacklevel=3)
@@ -239,8 +299,8 @@ class Compiled(Settled, fixed="pool"):
 
     def _do(
         self, inputs: tuple[Any, ...], mode: Mode, recorder: Recorder | None = None
-    ) -> tuple[list[Any], Any]:
-        """Do one step, perhaps record it, and return the leaves of its inputs, and its result."""
+    ) -> tuple[Any, Any]:
+        """Do one step, perhaps record it, and return the copies of its inputs, and its result."""
         buffers = _mapped(_input_buffer, inputs)
         leaves = [*_leaves(buffers)]
         try:
@@ -248,7 +308,7 @@ class Compiled(Settled, fixed="pool"):
                 outputs = _outputs(self._step(*buffers))
             written = set[int]() if recorder is None else recorder.outside(Call.target)
             _refuse_changed(leaves, [*_leaves(buffers)], written)
-            return leaves, outputs
+            return buffers, outputs
         finally:
             restore(mode)
             if recorder is not None:
@@ -291,6 +351,9 @@ class Compiled(Settled, fixed="pool"):
             known.refusal = self._refusal or "the step computes with other things in each call"
         if not self._refusal:
             self._held[key], new.checked = new, self._number
+            if self._end is None and new.compares:
+                self._end = partial(_compare_at_exit, ref(self))
+                atexit.register(self._end)
             if old is not None and new.compares and not old.difference(new):
                 new.count += old.count  # it was recorded twice already
         elif new.compares and not recorder.spoiled:
@@ -315,51 +378,71 @@ class Recording:
         checked: the number of the last call that was compared.
         compares: whether another recording can be compared with it: not on a device.
         moved: whether watched arrays have other values in this call.
+        inputs: of the step, to which replays copy theirs.
+        is_audited: whether it is compared once more at the end.
+        unchecked: the context of the last replay, until there is a comparison; None after it.
+        walked: the pass that was replayed last, see `compose.replayed`.
     """
 
     count, checked, moved = 1, 0, False
+    unchecked: Context | None = None
+    walked: Any = None
 
     def __init__(
         self,
         recorder: Recorder,
         arena: Arena,
         known: Known,
-        leaves: list[Any],
+        inputs: Any,
         outputs: Any,
         watch: "Watch | None" = None,
     ) -> None:
         self.recorder, self._outputs, self._watch = recorder, outputs, watch
-        self._buffers = [(i, x._data) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.compares, self.known = not recorder.captures, known
+        self.inputs, leaves = inputs, enumerate(_leaves(inputs))
+        self._buffers = [(i, x._data) for i, x in leaves if isinstance(x, Tensor)]
+        self.compares = self.is_audited = not recorder.captures
+        self.known = known
         self.program = StepProgram(recorder, arena)
+
+    def is_as_recorded(self) -> bool:
+        """True if all that is watched, arrays too, is as it was."""
+        return self.is_valid() and not (self._watch is not None and self._watch.moved())
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""
         return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
 
-    def is_due(self) -> bool:
+    def is_due(self, is_audited: bool = True) -> bool:
         """Return whether this call, which is counted, is to be compared.
 
-        It is the second, fourth, eighth ..., and those before the sixteenth and so on, since what
-        changes in every third call would meet no power of two; or an array has changed before it.
+        Ranks count alike, so they agree without a message.
+
+        Args:
+            is_audited: whether others than the second are: those of `EARLY_AUDITS` and
+                `AUDIT_EVERY`, and each before which a watched array has changed.
         """
         self.count = count = self.count + 1
+        if not is_audited:
+            return self.compares and count == 2
         self.moved = self._watch is not None and bool(self._watch.moved())
-        return self.compares and (
-            self.moved or count & (count - 1) == 0 or (count > 8 and count & (count + 1) == 0)
-        )
+        is_audit = self.moved or count in EARLY_AUDITS or count % AUDIT_EVERY == 0
+        return self.compares and is_audit
 
     def look_again(self) -> None:
         """Begin to watch arrays anew that have changed, unless recorded calls read them."""
         if self.moved and self._watch is not None:
             self._watch.look_again(self.recorder.outside(Call.arrays))
 
-    def difference(self, new: "Recording") -> str:
-        """Return the first difference to a new recording of the step, or nothing."""
+    def difference(self, new: "Recording", is_whole: bool = True) -> str:
+        """Return the first difference to a new recording of the step, or nothing.
+
+        Args:
+            is_whole: see `Comparison.difference`.
+        """
         buffers = [[array for _, array in held._buffers] for held in (self, new)]
         results = [_mapped(values_of, held._outputs) for held in (self, new)]
         both = Comparison(self.recorder, new.recorder, (buffers[0], buffers[1]))
-        return both.difference((results[0], results[1]))
+        return both.difference((results[0], results[1]), is_whole)
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Repeat the calls for these inputs, then restore the mode, which they may change.
@@ -368,6 +451,8 @@ class Recording:
             ShapeError: for an index that does not fit; in a replay no operation checks it.
         """
         self.known.unused = 0
+        if self.is_audited:
+            self.unchecked = copy_context()
         leaves = [*_leaves(inputs)]
         for i, buffer in self._buffers:
             buffer[...] = values_of(leaves[i])
@@ -442,7 +527,9 @@ class Watch:
 
         a function                 what it closes over, the globals and modules' names in its code
         a class of a user's        its attributes
-        an object of nnmpi's own   itself, but for a module
+        an object of nnmpi's own   its settings: public attributes, numbers by their values; of one
+                                   whose methods recorded calls call, such as an optimizer, those
+                                   that the functions name, as its own are read anew by each replay
         an array                   its values, unless it is long or recorded calls write to it
         any other                  what it refers to
 
@@ -465,6 +552,9 @@ class Watch:
         self.xp: Any = np
         self._looks: list[Callable[[], Iterable[object]]] = []  # each returns what is there now
         self._held: list[object] = []  # whose referents are compared
+        # of nnmpi's objects, by id: their attributes, and the numbers among these as they were
+        self._settings: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._named: set[str] = set()  # in the code of functions
         of_python: Any = random.random
         of_numpy: Any = np.random
         self._generators: list[Any] = [of_python.__self__, of_numpy.get_bit_generator()]
@@ -484,11 +574,17 @@ class Watch:
         self._values = [item for item in self._values if id(item[0]) not in self._copied]
         self._looks.append(partial(gc.get_referents, *self._held))
         self._parts, self._drawn = self._look(), [*map(_state, self._generators)]
+        self._read_settings()
 
     def is_unchanged(self) -> bool:
         """True if everything is the same object as when the watch began."""
         now = self._look()
-        return len(now) == len(self._parts) and all(map(is_, now, self._parts))
+        if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
+            return False
+        try:
+            return [*starmap(call, self._readers)] == self._numbers
+        except KeyError:  # an attribute is gone
+            return False
 
     def moved(self) -> list[Array]:
         """Return the arrays that have other values than then."""
@@ -510,6 +606,12 @@ class Watch:
         """
         written = recorder.outside(Call.target)
         self._values = [item for item in self._values if id(owner_of(item[0])) not in written]
+        for item in objects_of(recorder.calls):
+            if id(item) in self._settings:
+                held, numbers = self._settings[id(item)]
+                named = {name: numbers[name] for name in self._named & numbers.keys()}
+                self._settings[id(item)] = held, named
+        self._read_settings()
         used = recorder.outside(Call.arrays)
         self.arrays = [x for x in self.arrays if id(owner_of(x)) in used]
         if self._drawn != [*map(_state, self._generators)]:
@@ -555,8 +657,9 @@ class Watch:
             return (item(),)
         elif isinstance(item, _CACHING):  # what it has cached is its own
             return (vars(item),)
-        # an optimizer, also one of the user's, is read anew by each of its updates
-        elif not (is_array(item) or isinstance(item, ModuleType) or _is_ours(kind)):
+        elif _is_own_object(item) and not is_array(item):
+            return self._look_into_own(item)
+        elif not (is_array(item) or isinstance(item, ModuleType)):
             if hasattr(kind, "__next__"):
                 self.iterator = (
                     f"{kind_of(item)} is an iterator, whose next item a replay would not take; call"
@@ -569,12 +672,44 @@ class Watch:
             return referents(item)
         return ()
 
+    def _look_into_own(self, item: Any) -> Iterable[object]:
+        """Look at the settings of an object of nnmpi's; return arrays and others' within it."""
+        if isinstance(item, Variable | Storage) or not hasattr(item, "__dict__"):
+            return ()  # these change with each step, by recorded calls alone
+        kind: Any = type(item)
+        is_data = is_dataclass(kind)
+        public = {name: value for name, value in vars(item).items() if name[0] != "_"}
+        if not (is_data and kind.__dataclass_params__.frozen):
+            numbers = {
+                name: value
+                for name, value in public.items()
+                # what has a descriptor, such as an optimizer's rate, refuses to be read by a step
+                if isinstance(value, _NUMBERS) and not hasattr(getattr(kind, name, 0), "__set__")
+            }
+            self._settings[id(item)] = vars(item), numbers
+            if is_data:
+                self._looks.append(partial(map, vars(item).get, public.keys() - numbers.keys()))
+        if not is_data:
+            return ()
+        arrays = [value for value in public.values() if isinstance(value, np.ndarray)]
+        self._values += [(x, x.tobytes()) for x in arrays if MOST_BYTES < x.nbytes <= MOST_OF_DATA]
+        return [*arrays, *(value for value in public.values() if _is_own_object(value))]
+
+    def _read_settings(self) -> None:
+        """Make ready what compares the numbers of `_settings`."""
+        held = [(vars_, numbers) for vars_, numbers in self._settings.values() if numbers]
+        # by two names at least: in a tuple NaN equals itself
+        reads = [itemgetter(*numbers, next(iter(numbers))) for _, numbers in held]
+        self._readers = [(read, vars_) for read, (vars_, _) in zip(reads, held, strict=True)]
+        self._numbers = [read(numbers) for read, (_, numbers) in zip(reads, held, strict=True)]
+
     def _follow(self, function: FunctionType) -> Iterator[object]:
         """Yield what a function has at hand; look at the names in its code from now on."""
         cells = referents(function.__closure__ or ())
         self._looks.append(partial(_PARTS, function))  # which a notebook's reload replaces
         yield from (*cells, *_PARTS(function)[1:], vars(function))
         names = _names(function.__code__)
+        self._named |= names
         scopes = [function.__globals__, *_scopes(chain.from_iterable(map(referents, cells)))]
         for scope in scopes:  # which grows by the modules in it
             there = [name for name in names if name in scope]
@@ -586,12 +721,18 @@ class Watch:
 
 _CACHING = type(lru_cache(len))
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
 
 @lru_cache(1024)
 def _is_ours(kind: Any) -> bool:
     """Whether a class's objects are nnmpi's own, but no modules: these hold a user's things."""
     return any(map(is_own, kind.__mro__)) and not issubclass(kind, Module)
+
+
+def _is_own_object(item: object) -> bool:
+    kind: Any = type(item)
+    return _is_ours(kind)
 
 
 def _scopes(things: Iterable[object]) -> list[dict[str, Any]]:
@@ -611,6 +752,12 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)  # a stranger's own method might raise
     return rebuilt(generator.state, bytes, np.ndarray)
+
+
+def _compare_at_exit(step: "ref[Compiled]") -> None:
+    """Compare a step once more that lives to the interpreter's end; for `atexit`."""
+    if (compiled := step()) is not None:
+        compiled._compare_at_end()
 
 
 def _tensor(x: Any) -> Any:

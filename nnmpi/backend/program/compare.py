@@ -9,7 +9,8 @@ so a second recording is compared with the first one, and others from time to ti
     arrays from outside           in the same memory; those that are only read may have equal values
     numbers, texts, types         of equal value
     functions                     with one code, and what they hold
-    other objects                 of one class, with the same attributes, but those that vary
+    other objects                 of one class, with the same attributes, but those that vary; where
+                                  nothing can be seen, as in a date, if they say that they equal
 """
 
 from __future__ import annotations
@@ -61,10 +62,15 @@ class Comparison:
         for one, other in zip(*inputs, strict=False):
             self._pair(id(owner_of(one)), id(owner_of(other)))
 
-    def difference(self, results: tuple[Any, Any] = (None, None)) -> str:
-        """Return the first difference, also of the step's results, as text; nothing if none."""
+    def difference(self, results: tuple[Any, Any] = (None, None), is_whole: bool = True) -> str:
+        """Return the first difference, also of the step's results, as text; nothing if none.
+
+        Args:
+            is_whole: whether the new recording has all calls of the step, and not the first ones.
+        """
         old, new = self._lists
-        for number, (one, other) in enumerate(zip_longest(old.calls, new.calls)):
+        calls = old.calls if is_whole else old.calls[: len(new.calls)]
+        for number, (one, other) in enumerate(zip_longest(calls, new.calls)):
             if one is None or other is None or not self._same_calls(one, other):
                 was, now = (f"{call or 'nothing'}" for call in (one, other))
                 if was == now and self._differ is not None:
@@ -72,7 +78,7 @@ class Comparison:
                 file, line = new.lines[number] if number < len(new.lines) else ("", 0)
                 at = f", at {shown(file)}:{line}" if file else ""
                 return f"call {number}: {was} is now {now}{at}"
-        return "" if self.same(*results) else "the step returns other results"
+        return "" if not is_whole or self.same(*results) else "the step returns other results"
 
     def same(self, one: Any, other: Any) -> bool:
         """Return whether two values are the same for a replay."""
@@ -118,7 +124,7 @@ class Comparison:
         if not (self._is_same_step or isinstance(one, _CALLABLES)):
             return True
         parts = [_parts(x, self._is_same_step) for x in (one, other)]
-        return bool(parts[0]) and self._same(*parts)
+        return self._same(*parts) if parts[0] else _are_equal(one, other)
 
     def _pair(self, one: int, other: int) -> bool:
         """Let memory of one recording stand for memory of the other, and return whether it does."""
@@ -173,6 +179,14 @@ def _parts(x: Any, deep: bool) -> list[Any]:
         items = [item for part in parts for item in (part or {}).items()]
         return [[(name, value) for name, value in items if name not in varies]]
     return [part for part in referents(x) if part is not type(x)]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether objects without parts that can be seen, such as dates, say that they equal."""
+    try:
+        return bool(one == other)
+    except Exception:  # of a stranger's own method
+        return False
 
 
 def _text(x: Any) -> str:

@@ -396,7 +396,10 @@ class CallList:
         active: itself, until the recording ends.
         errors: what operations want to hear of overflows and the like, for `np.errstate`.
         watched: checksums of arrays from outside as calls have left them, by the ids of owners.
+        is_rehearsal: whether the step leaves nothing behind, see `recording.Rehearsal`.
     """
+
+    is_rehearsal = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

@@ -551,7 +551,7 @@ def ready(
         _,
         batches,
     ):
-        worker.passes.replay.audits = False
+        worker.passes.replay.compares = False
         for _ in range(WARM_UP_STEPS):
             worker.step(next(batches), lr=0.0)
         yield worker, batches
