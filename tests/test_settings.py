@@ -104,7 +104,7 @@ OBJECTS = {
         lambda kind: kind([np.ones(2)], [np.ones(2)]),
         # an optimizer refuses other arrays
         "data grads moves node_shared distributed replicas state_store extra_slots"
-        " spent unsummed updated_by averaging",
+        " spent unsummed updated_by averaging shown",
     ),
     data.Loader: (
         lambda kind: kind(rows(), 30),

@@ -9,7 +9,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.files import OutputFile
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
-from nnmpi.lab import comm, memory, plan, report, schedule, speedup
+from nnmpi.lab import comm, memory, report, schedule, speedup
 from nnmpi.teaching import grade
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
@@ -64,7 +64,6 @@ WRITERS = {
     "report of two": (report.main, "r s --out page.html", True),
     "collective": (comm.main, "render ring --ranks 3 --html ring.html", True),
     "its picture": (comm.main, "render ring --ranks 3 --svg ring.svg", True),
-    "its export": (comm.main, "export ring --ranks 3 --out ring.xml", False),
     "schedule": (
         schedule.main,
         "--pipeline gpipe --stages 2 --microbatches 4 --html gpipe.html",
@@ -74,11 +73,6 @@ WRITERS = {
         schedule.main,
         "--pipeline gpipe --stages 2 --microbatches 4 --svg gpipe.png",
         True,
-    ),
-    "its goal": (
-        schedule.main,
-        "--pipeline gpipe --stages 2 --microbatches 4 --goal g.goal",
-        False,
     ),
     "memory": (memory.main, "plan --layers 4 --html swap.html", True),
     "its pdf": (memory.main, "plan --layers 4 --svg swap.pdf", True),
@@ -193,7 +187,6 @@ def test_a_run_does_not_write_over_what_it_reads(here):
     [
         comm.CommConfig,
         memory.MemoryPlanConfig,
-        plan.PlanConfig,
         report.ReportConfig,
         schedule.ScheduleConfig,
         speedup.ScalingConfig,
@@ -203,5 +196,5 @@ def test_a_run_does_not_write_over_what_it_reads(here):
 def test_who_writes_files_takes_replace(section):
     options = {option.name: option for option in options_of(section)}
     assert "replace" in options
-    for name in ("html", "svg", "plot", "goal", "out", "json"):
+    for name in ("html", "svg", "plot", "out", "json"):
         assert name not in options or OutputFile in kinds(options[name].type)
