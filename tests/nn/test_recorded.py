@@ -2,6 +2,7 @@
 beyond the next audit, wherever it lies; what is recorded twice is compared.
 """
 
+import gc
 import random
 import warnings
 from copy import deepcopy
@@ -26,6 +27,17 @@ pytestmark = [
 ]
 
 CALLS = 20
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch):
+    """What is found when a step is dropped; `test_ending` is about it."""
+    errors = []
+    monkeypatch.setattr("nnmpi.nn.compiled.fail_at_end", lambda error: errors.append(str(error)))
+    yield errors
+    gc.collect()  # a Worker and its passes refer to each other
+
+
 AUDITS = {2, 4, 8, 15, 16}
 
 
