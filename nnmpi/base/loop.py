@@ -172,6 +172,14 @@ class EpochLoop:
     def __post_init__(self) -> None:
         self.began_at = self.place.updates
 
+    def __deepcopy__(self, _: Any) -> EpochLoop:
+        """Return the loop itself: a copy of its batch is a batch of the same loop."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a pickled batch have no loop: the loop and its loader's place are this program's."""
+        return type(None), ()
+
     @property
     def is_new(self) -> bool:
         """Whether there was no update on its loader's batches since one was opened."""

@@ -135,7 +135,8 @@ class Batch:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             arrays, self._unopened = self._unopened, None
             for each, array in zip(_ARRAYS, arrays, strict=True):
-                setattr(self, each, array)
+                if not hasattr(self, each):  # what the program has set stays
+                    setattr(self, each, array)
             self.loop.open(self.taken(), self.x)
             return getattr(self, name)
 

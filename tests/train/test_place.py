@@ -2,8 +2,10 @@
 that nobody broke, whatever else was read from the loader.
 """
 
+import pickle
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
 from queue import Queue
@@ -428,6 +430,24 @@ def test_a_batch_that_is_kept_moves_nothing_back():
     for batch in (*batches[:2], batches[0]):
         loop.step(batch)
     assert loop.loader.place == (0, 2)
+
+
+def test_what_a_program_sets_of_a_batch_stays():
+    batch = next(iter(Loader(DATA, 5)))
+    batch.y = np.zeros(5, int)  # before the batch is opened
+    assert batch.x.any()
+    assert not batch.y.any()
+
+
+def test_a_copied_batch_moves_the_place_and_a_pickled_one_has_none():
+    (loop,) = simulate(lambda group: Loop(group, "Worker"), 1)
+    batch = next(iter(loop.loader))
+    batch.x = batch.x + 1
+    sent = pickle.loads(pickle.dumps(batch))
+    assert sent.loop is None
+    assert sent.x.tobytes() == batch.x.tobytes()
+    loop.step(deepcopy(batch))
+    assert loop.loader.place == (0, 1)
 
 
 @EACH_KIND
