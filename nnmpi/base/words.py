@@ -19,7 +19,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 TABLE = Path(__file__).with_name("names.md")
 PAGE = "docs/reference/names.md"
-OWNERS = "model", "optimizer", "x"  # whose attributes have rows of their own
+OWNERS = "model", "optimizer", "x", "torch"  # whose attributes have rows of their own
 # variables and Python's words in a row's code
 _OTHERS = """
 torch nn hvd self model optimizer layer layers loss pred values places mask value parameter worker
@@ -36,8 +36,8 @@ def rows() -> dict[str, str]:
     """Return what to write instead of each name.
 
     Of an argument "name=", of one function or class alone "f.name=", of an option "--name", of an
-    attribute of models, optimizers and tensors alone "model.name", "optimizer.name", "x.name". A
-    row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
+    attribute of models, optimizers, tensors and PyTorch's package alone "model.name",
+    "optimizer.name", "x.name", "torch.name". A row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
     """
     subjects, others = dict[str, str](), dict[str, str]()
     for line in _lines():

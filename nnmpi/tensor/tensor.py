@@ -96,12 +96,31 @@ _WRITTEN = MappingProxyType(
         "reciprocal": "1 / x",
         "amax": "x.max()",
         "amin": "x.min()",
+        "std": "x.var().sqrt()",
+        "repeat": "x[np.repeat(np.arange(len(x)), 2)]",
+        "expand_dims": "x[None]",
         "where": "nnmpi.tensor.where(...)",
         "stack": "nnmpi.tensor.stack(...)",
         "maximum": "nnmpi.tensor.maximum(...)",
         "minimum": "nnmpi.tensor.minimum(...)",
         "concatenate": "nnmpi.tensor.concatenate(...)",
     }
+)
+
+# What reads no values, so that no gradient is lost.
+_OF_SHAPES = frozenset(
+    [
+        np.shape,
+        np.ndim,
+        np.size,
+        np.isrealobj,
+        np.iscomplexobj,
+        np.result_type,
+        np.can_cast,
+        np.zeros_like,
+        np.ones_like,
+        np.empty_like,
+    ]
 )
 
 
@@ -112,7 +131,9 @@ def _refuse_numpys(name: str) -> NoReturn:
         UsageError: always.
     """
     ours = _WRITTEN.get(name) or (f"x.{name}(...)" if callable(vars(Tensor).get(name)) else "")
-    told = f"; where a gradient is needed, write {ours}" if ours else instead(name)
+    # Rows of other names, such as a list's `append`, say nothing about NumPy's functions.
+    others = instead(f"x.{name}") or instead(f"torch.{name}")
+    told = f"; where a gradient is needed, write {ours}" if ours else others
     raise UsageError(f"numpy.{name} takes arrays; of a tensor, give x.numpy() for the values{told}")
 
 
@@ -337,6 +358,9 @@ class Tensor(Drawn, Variable):
         self, function: Callable[..., Any], types: Any, args: Any, named: Any
     ) -> Any:
         """Compute `numpy.argmax(x)` of the values; refuse where a gradient would be lost."""
+        if function in _OF_SHAPES:
+            given = [item._data if isinstance(item, Tensor) else item for item in args]
+            return function(*given, **named)
         if _needs_gradient([args, list(named.values())]):
             _refuse_numpys(function.__name__)
         return function(*_values(args), **{name: _values(item) for name, item in named.items()})

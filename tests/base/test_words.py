@@ -244,8 +244,14 @@ def test_numpys_functions_are_answered_where_a_gradient_would_be_lost():
         (lambda: np.kron(x.sum(), np.ones(2)), "in nnmpi: there is none"),
         (lambda: np.array([x.sum(), x.mean()]), r"loss\.item\(\) for the number"),
         (lambda: np.mean([x.sum()]), r"loss\.item\(\) for the number"),
+        (lambda: np.std(x), r"write x\.var\(\)\.sqrt\(\)$"),  # by n, other than PyTorch's
+        (lambda: np.repeat(x, 2), r"write x\[np\.repeat"),
+        (lambda: np.append(x, 1), r"give x\.numpy\(\) for the values$"),  # no list's method
+        (lambda: np.copy(x), r"give x\.numpy\(\) for the values$"),
     ):
         refuses(nnmpi.NnmpiError, right, call)
+    assert (np.shape(x), np.ndim(x), np.size(x), np.result_type(x)) == ((3,), 1, 3, np.float32)
+    assert np.zeros_like(x).shape == (3,) and np.can_cast(x, "float64")  # no values are read
     free = x.detach()
     assert np.sum(free) == 3 and np.argmax(free) == 0 and np.stack([free, free]).shape == (2, 3)
 
