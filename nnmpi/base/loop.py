@@ -144,7 +144,7 @@ class EpochLoop:
             update's own batch, up to this one, wait to be trained on.
         reader: the thread that reads.
         is_fed: whether updates are made in another thread, which may lag behind.
-        opened: the samples of the batches that were opened since the last update.
+        opened: the arrays of the batches that were opened since the last update, x and y of each.
         is_late: whether the batch that was opened last had been kept after the loop was over, or
             came from another thread, whose loop may be over at any time.
         is_unsure: whether the loop opens batches before it trains on those in front of them.
@@ -165,7 +165,7 @@ class EpochLoop:
     waits_to: int = -1
     reader: int = 0
     is_fed: bool = False
-    opened: list[Callable[[], Any]] = field(default_factory=list)
+    opened: list[list[Callable[[], Any]]] = field(default_factory=list)
     is_late: bool = False
     is_unsure: bool = False
 
@@ -222,13 +222,13 @@ class EpochLoop:
         if self.follows and not place.is_trained and number > self.batches.start:
             place.read, place.source = self.after(number), source
 
-    def open(self, taken: Taken, samples: Any) -> None:
+    def open(self, taken: Taken, *arrays: Any) -> None:
         """Note that a batch is opened, and let updates in this thread find the loop."""
         place = self.place
         if not self.is_new:
             self.opened.clear()
         self.number, self.taken, self.opened_at = taken.number, taken, place.updates
-        self.opened.append(_reference(samples))
+        self.opened.append([*map(_reference, arrays)])
         place.opened += 1
         # a look at one batch, as in `next(iter(loader)).x`, keeps none
         was_kept = not self.is_open and self.read_to > self.batches.start
@@ -292,7 +292,8 @@ class EpochLoop:
         """
         place = self.place
         if self.is_new and not is_known and len(self.opened) > 1:
-            self.is_unsure |= sum(samples() is not None for samples in self.opened) > 1
+            held = [any(array() is not None for array in arrays) for arrays in self.opened]
+            self.is_unsure |= sum(held) > 1
         place.is_unsure = self.is_unsure and not is_known
 
         self.is_trained, self.waits_to = True, self.read_to

@@ -137,7 +137,7 @@ class Batch:
             for each, array in zip(_ARRAYS, arrays, strict=True):
                 if not hasattr(self, each):  # what the program has set stays
                     setattr(self, each, array)
-            self.loop.open(self.taken(), self.x)
+            self.loop.open(self.taken(), self.x, self.y)
             return getattr(self, name)
 
     def __iter__(self) -> Iterator[Array]:
@@ -422,9 +422,10 @@ class Loader(Settled, fixed="group"):
         if self._place.is_unsure:
             raise UsageError(
                 "it is not known on which batch the last update was made, since the arrays of"
-                " several were taken before it, as by a loop that reads ahead; keep the batches"
-                " themselves ready, and take batch.x and batch.y when you train on them, or give"
-                " the batch to worker.step"
+                " several were taken before it and are still held, as by a loop that reads ahead;"
+                " keep the batches themselves ready, and take batch.x and batch.y when you train on"
+                " them, or give the batch to worker.step; of several batches for one update, let"
+                " each go before you take the next, `while window: batch = window.pop(0)`"
             )
         epoch, batch = self.place
         at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}

@@ -333,6 +333,7 @@ READERS = {
 PAIRS_AHEAD = {
     "pairs ahead": lambda loader: ahead(arrays(loader)),
     "a list of pairs": lambda loader: iter([*arrays(loader)]),
+    "pairs ahead, samples changed": lambda loader: ahead((x * 2, y) for x, y in arrays(loader)),
     "a queue of pairs": lambda loader: fed(arrays(loader), 2),
     "a pool's pairs": lambda loader: ThreadPoolExecutor(2).map(tuple, loader),
 }
@@ -390,6 +391,19 @@ def test_a_window_of_batches_is_one_update(window):
             loop.model.zero_grad()
             assert loop.loader.place == divmod(number, BATCHES)
             assert loop.loader.state()["batch"] == number % BATCHES
+
+
+def test_a_window_in_a_list_is_saved_if_each_batch_goes_before_the_next():
+    for goes in (False, True):
+        (loop,) = simulate(lambda group: Loop(group, "DataParallel"), 1)
+        window = [*islice(loop.loader, 2)]
+        for batch in (window.pop(0) for _ in range(2)) if goes else window:
+            cross_entropy(loop.model(batch.x), batch.y).backward()
+        loop.optimizer.step()
+        if goes:
+            assert loop.loader.state()["batch"] == 2
+        else:
+            usage_error(r"while window: batch = window\.pop\(0\)", loop.loader.state)
 
 
 @EACH_KIND
