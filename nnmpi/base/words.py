@@ -37,7 +37,8 @@ def rows() -> dict[str, str]:
 
     Of an argument "name=", of one function or class alone "f.name=", of an option "--name", of an
     attribute of models, optimizers, tensors and PyTorch's package alone "model.name",
-    "optimizer.name", "x.name", "torch.name". A row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
+    "optimizer.name", "x.name", "torch.name". A row's subject, `f` in `torch.f(x, k=1)`, goes before
+    what only occurs in a row.
     """
     subjects, others = dict[str, str](), dict[str, str]()
     for line in _lines():
