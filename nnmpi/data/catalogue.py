@@ -14,8 +14,9 @@ DataFrame                                               split by seed
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -131,10 +132,10 @@ def load(
     seed: int = 0,
     test_fraction: float = 0.2,
     predicts: LabelKind = "classes",
-    target: str = "",
+    target: str | int = "",
     *,
-    drop: Sequence[str] = (),
-    text_columns: Sequence[str] = (),
+    drop: str | Sequence[str | int] = (),
+    text_columns: str | Sequence[str | int] = (),
     sample_shape: Sequence[int] = (),
     encoding: Encoding = (),
     as_bytes: bool | None = None,
@@ -172,8 +173,13 @@ def load(
         >>> len(train), len(test), train.sample_shape, train.classes
         (1438, 359, (8, 8, 1), 10)
     """
-    columns = tuple(drop), tuple(text_columns), tuple(sample_shape)
-    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
+    if predicts not in get_args(LabelKind):
+        raise UsageError(
+            f"predicts={predicts!r} is none of {', '.join(map(repr, get_args(LabelKind)))}"
+        )
+    label = "" if target is None else str(target)
+    columns = _texts(drop), _texts(text_columns), tuple(sample_shape)
+    rules = TableRules(label, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
     split_by = replace(rules, split=(test_fraction, seed))
     if is_frame(name_or_path):
         name = type(name_or_path).__name__
@@ -182,6 +188,11 @@ def load(
             raise UsageError(f"a {name} has names of its columns; leave header out")
         full = load_csv(name_or_path, name, predicts, split_by)
         return check_pair(*split(full, test_fraction, seed))
+    if not isinstance(name_or_path, str | PathLike):
+        raise UsageError(
+            f"{type(name_or_path).__name__} is no data set; give a name, a path or a DataFrame, or"
+            " make one of arrays: nnmpi.data.Dataset(name, x, y, classes)"
+        )
     name = name_or_path
     if name in NAMES:
         refuse_rules(f"data set {name!r}", rules)
@@ -209,6 +220,11 @@ def load(
     if name == "digits":
         train = replace(train, scale=1 / 16)
     return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
+
+
+def _texts(columns: str | Sequence[str | int]) -> tuple[str, ...]:
+    """Return the names or numbers of columns as texts, also of one alone."""
+    return (columns,) if isinstance(columns, str) else tuple(map(str, columns))
 
 
 def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:

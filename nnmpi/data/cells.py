@@ -44,7 +44,8 @@ _UNSPACED = (
 
 def is_number(cell: Cell) -> bool:
     """Return whether a cell of a table in memory is a number, not its text."""
-    return isinstance(cell, Real | Decimal | np.bool_)
+    # NumPy's durations are integers by their class, but have a unit
+    return isinstance(cell, Real | Decimal | np.bool_) and not isinstance(cell, np.timedelta64)
 
 
 def number(cell: Cell, mark: str = ".") -> float | None:

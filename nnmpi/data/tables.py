@@ -452,12 +452,16 @@ class _Plan:
 
 def _plan_training(rows: _Rows, rules: TableRules) -> _Plan:
     """Return what is read of a training table."""
+    if rows.width < 2 and not rows.is_file:
+        raise DataError(
+            f"{rows.source}: {counted(rows.width, 'column')}; needs at least one feature, and the"
+            " label"
+        )
     if rows.width < 2:
-        remedy = f", or {by_pandas(rows.source, 'sep=...')}" if rows.is_file else ""
         raise DataError(
             f"{rows.source}, line {rows.line}: {counted(rows.width, 'cell')}; needs at least one"
-            " feature, then the label, with commas, semicolons, tabs or bars between them"
-            f"{remedy}"
+            " feature, then the label, with commas, semicolons, tabs or bars between them, or"
+            f" {by_pandas(rows.source, 'sep=...')}"
         )
     rows.check_header()
     _check_different(rows.source, rows.names)
@@ -512,10 +516,15 @@ def _plan_other(rows: _Rows, rules: TableRules, labelled: bool) -> _Plan:
 
 
 def _finder(source: object, names: Sequence[str]) -> Callable[[str], int]:
-    """Return what finds the place of a column by its number from 1, or by its name."""
+    """Return what finds the place of a column by its name, or by its number from 1.
+
+    A name goes first: columns of a DataFrame may be called 0, 1, 2 ...
+    """
     find = _by_name(names)
 
     def place_of(name: str) -> int:
+        if name in names:
+            return names.index(name)
         if name.isdecimal() and 1 <= int(name) <= len(names):
             return int(name) - 1
         if (place := find(name)) < 0:

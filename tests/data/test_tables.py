@@ -391,6 +391,26 @@ def test_a_frame_is_loaded_by_the_rule_and_its_texts_remain_texts():
     assert train.predicts == "quantities" and train.target == "v"
     assert load(frame, encoding=load(frame)[0].encoding, target="k")[0].columns[0] == "code=007"
     data_error("both named 'a'", load, Frame({"a": [1], "a ": [2]}))
+    data_error("^Frame: 1 column; needs", load, Frame({"a": [1]}))
+    spans = [np.timedelta64(i % 2, "h") for i in rows]  # have a unit, so they are no numbers
+    assert load(Frame({"span": spans, "k": frame["k"]}))[0].columns[0] == "span=0 hours"
+
+
+def test_columns_of_a_frame_are_given_as_they_are_called():
+    rows = range(40)
+    frame = Frame({0: ["yn"[i % 2] for i in rows], 1: [i % 7 for i in rows], 2: [*rows]})
+    for target in (0, "0"):
+        train, _ = load(frame, target=target, drop=[2])
+        assert (train.target, train.columns) == ("0", ("1",))
+    train, _ = load(frame, target=1, predicts="quantities", drop="2")  # a name before a number
+    assert (train.target, train.columns) == ("1", ("0=n", "0=y"))
+
+
+def test_what_load_does_not_take_is_refused():
+    frame = Frame({"a": [1, 2], "k": [0, 1]})
+    usage_error("predicts='numbers' is none of 'classes'", load, frame, predicts="numbers")
+    for wrong in ({"a": [1]}, np.zeros((2, 2)), [[1, 2]]):
+        usage_error("is no data set; give a name, a path or a D", load, wrong)
 
 
 # ---- labels, missing cells, words, pixels ----
