@@ -185,6 +185,8 @@ def open_image(file: Path) -> Iterator[Any]:
         raise UsageError(
             f"{file}: images are read by Pillow, which is not installed (pip install pillow)"
         )
+    if file.exists() and not file.is_file():  # who opens a pipe waits for its writer
+        raise DataError(f"{file} is no file; remove it")
     what = "cannot be read as an image"
     with foreign(file, DataError, what), _module("Image").open(file) as image:
         check_unpacked(file, PIXEL_BYTES * image.width * image.height)
@@ -250,7 +252,7 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
             " elsewhere"
         )
     for name, images in result.items():
-        left = [item for item in _folders_in(folder / name) if _images_in(item)]
+        left = [item for item in _folders_in(folder / name) if _has_images(item)]
         left += [
             file
             for file in _files_in(folder / name)
@@ -296,12 +298,21 @@ def _images_in(folder: Path) -> list[Path]:
     return [file for file in _files_in(folder) if is_image(file)]
 
 
+def _has_images(folder: Path) -> bool:
+    """Return whether a folder, or one below it, has an image."""
+    if any(map(is_image, _files_in(folder))):
+        return True
+    # a link to a folder may lead back to one above it
+    return any(_has_images(item) for item in _folders_in(folder) if not item.is_symlink())
+
+
 def is_image(file: Path) -> bool:
     """Return whether a file is an image by its suffix or, with another or none, by its content."""
     suffix = file.suffix.lower()
     if suffix in SUFFIXES or suffix in BESIDE:
         return suffix in SUFFIXES
-    if importlib.util.find_spec("PIL") is None:
+    # who opens a pipe waits for its writer
+    if importlib.util.find_spec("PIL") is None or not file.is_file():
         return False
     try:
         with warnings.catch_warnings(action="ignore"), _module("Image").open(file):

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import shutil
 import struct
 import tarfile
@@ -576,12 +577,20 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path):
     (dog / "._0.png").write_text("macOS leaves such files")
     drawn(dog, {"more": 10}, (4, 4))
     data_error("dog/more would be left out of the class 'dog'", load, str(tmp_path))
-    (dog / "more").rename(tmp_path / "elsewhere")
+    (dog / "deep").mkdir()
+    (dog / "more").rename(dog / "deep/more")
+    (dog / "deep/back").symlink_to(dog)
+    data_error("dog/deep would be left out of the class 'dog'", load, str(tmp_path))
+    (dog / "deep").rename(tmp_path / "elsewhere")
     (dog / "1.HEIC").write_text("a phone's photo")
     data_error(r"dog/1\.HEIC would be left out .*; move or convert it", load, str(tmp_path))
     (dog / "1.HEIC").rename(dog / "notes")  # a file without a suffix is an image or is named, too
     data_error(r"dog/notes would be left out .*; move or convert it", load, str(tmp_path))
     (dog / "notes").rename(dog / "notes.txt")
+    for pipe, match in ((dog / "pipe", "would be left out"), (dog / "pipe.png", "is no file")):
+        os.mkfifo(pipe)  # nobody writes into it
+        data_error(f"{pipe.name} {match}", load, str(tmp_path))
+        pipe.unlink()
     shutil.copy(dog / "0.png", tmp_path / "train/more.png")
     data_error(r"train/more\.png is in no class's folder", load, str(tmp_path))
     (tmp_path / "train/more.png").unlink()
