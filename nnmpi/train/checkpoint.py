@@ -92,6 +92,7 @@ from nnmpi.train.metrics import MetricsRecorder
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
+FILES = frozenset([MODEL_FILE, OPTIMIZER_FILE, STATE_FILE])  # of a checkpoint
 LATEST_FILE = "latest"
 # The folders that are a run's own. All others, such as step-good, are its user's, and are kept.
 NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")
@@ -1114,7 +1115,13 @@ def _prune(
 
 
 def _remove(checkpoint: Path, root: Path | None) -> None:
-    """Remove a checkpoint, first its name, so that a kill leaves no half of one."""
+    """Remove a checkpoint, first its name, so that a kill leaves no half of one.
+
+    A folder of that name with anything else in it is the user's, or has something of theirs.
+    """
+    with suppress(OSError):
+        if not {item.name for item in checkpoint.iterdir()} <= FILES:
+            return
     hidden = checkpoint.with_name(f".{name_of(step_of(checkpoint))}.tmp")
     with suppress(OSError):
         rename(checkpoint, hidden.name, root)

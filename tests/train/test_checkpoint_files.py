@@ -72,6 +72,19 @@ def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_pat
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
 
 
+def test_folders_with_something_else_in_them_are_not_removed(tmp_path):
+    mine, noted = tmp_path / "step-00000001" / "mine.txt", tmp_path / "step-00000002" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("the user's")
+    for step in (2, 3, 4):
+        save(tmp_path, make(step), keep=1)
+        if step == 2:
+            noted.write_text("the user's")
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002", "step-00000004"]
+    assert mine.read_text() == noted.read_text() == "the user's"
+    assert load_checkpoint(tmp_path).values["step"] == 4
+
+
 def test_an_older_step_saved_again_removes_the_future(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, make(step), keep=5)
