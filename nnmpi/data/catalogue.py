@@ -182,18 +182,18 @@ def load(
     rules = TableRules(label, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
     split_by = replace(rules, split=(test_fraction, seed))
     if is_frame(name_or_path):
-        name = type(name_or_path).__name__
-        _refuse_data_dir(name, data_dir)
+        frame = type(name_or_path).__name__
+        _refuse_data_dir(frame, data_dir)
         if not header:
-            raise UsageError(f"a {name} has names of its columns; leave header out")
-        full = load_csv(name_or_path, name, predicts, split_by)
+            raise UsageError(f"a {frame} has names of its columns; leave header out")
+        full = load_csv(name_or_path, frame, predicts, split_by)
         return check_pair(*split(full, test_fraction, seed))
     if not isinstance(name_or_path, str | PathLike):
         raise UsageError(
             f"{type(name_or_path).__name__} is no data set; give a name, a path or a DataFrame, or"
             " make one of arrays: nnmpi.data.Dataset(name, x, y, classes)"
         )
-    name = name_or_path
+    name: Any = name_or_path
     if name in NAMES:
         refuse_rules(f"data set {name!r}", rules)
     if name in DOWNLOADED:
