@@ -18,7 +18,7 @@ be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -165,7 +165,7 @@ class EpochLoop:
     waits_to: int = -1
     reader: int = 0
     is_fed: bool = False
-    opened: list[list[Callable[[], Any]]] = field(default_factory=list)
+    opened: list[list[ref[Any]]] = field(default_factory=list)
     is_late: bool = False
     is_unsure: bool = False
 
@@ -228,7 +228,10 @@ class EpochLoop:
         if not self.is_new:
             self.opened.clear()
         self.number, self.taken, self.opened_at = taken.number, taken, place.updates
-        self.opened.append([*map(_reference, arrays)])
+        try:
+            self.opened.append([*map(ref, arrays)])
+        except TypeError:  # a device's arrays, which are not referred to weakly
+            self.opened.append([])
         place.opened += 1
         # a look at one batch, as in `next(iter(loader)).x`, keeps none
         was_kept = not self.is_open and self.read_to > self.batches.start
@@ -308,14 +311,6 @@ class EpochLoop:
         if (after := self.after(number)) > self.place.trained:
             self.place.trained = after
             self.place.source = self.taken.source if self.taken else None
-
-
-def _reference(samples: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array, or to nothing where there are none, as on a device."""
-    try:
-        return ref(samples)
-    except TypeError:
-        return lambda: None
 
 
 Reached = list[tuple[EpochLoop, int]]

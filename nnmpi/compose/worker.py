@@ -293,9 +293,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         batch, rows = self.arrangement.local(batch)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
-        self.passes.tells_loss = self._check.begin_step(step, batch.taken(), rows)
         world = self.group.comm.world
         world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
+        self.passes.tells_loss = self._check.begin_step(step, batch.taken(), rows)
         counts, is_new = self._note_batch(batch)
         observed = counts or current() is not None
         with self._deterministic():

@@ -64,7 +64,7 @@ TRANSFORMED = f"the first {TRIED_ROWS} samples transformed to the checksum"
 GATHERED_BYTES = 2**24
 
 
-_ARRAYS = "x", "y", "indices", "host_y"  # what a batch has after it was opened
+_ARRAYS = "x", "y", "indices", "host_y"  # what a batch has after it was opened, in this order
 
 
 @dataclass(eq=False, slots=True)
@@ -122,9 +122,8 @@ class Batch:
     def read_by(self, loop: EpochLoop) -> Batch:
         """Note the loop that read it, which hears when the batch is opened; return it."""
         self.loop = loop
-        self._unopened = tuple(getattr(self, name) for name in _ARRAYS)
-        for name in _ARRAYS:
-            delattr(self, name)
+        self._unopened = self.x, self.y, self.indices, self.host_y
+        del self.x, self.y, self.indices, self.host_y
         return self
 
     if not TYPE_CHECKING:  # or type checkers would take any name for an attribute
@@ -135,7 +134,9 @@ class Batch:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             arrays, self._unopened = self._unopened, None
             for each, array in zip(_ARRAYS, arrays, strict=True):
-                if not hasattr(self, each):  # what the program has set stays
+                try:  # what the program has set stays
+                    object.__getattribute__(self, each)
+                except AttributeError:
                     setattr(self, each, array)
             self.loop.open(self.taken(), self.x, self.y)
             return getattr(self, name)

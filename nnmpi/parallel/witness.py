@@ -130,6 +130,12 @@ class Field:
     team: int = 0
 
 
+def _told(group: Group, value: Any) -> list[Any]:
+    """Return what each rank says. The seconds are those of an exchange, not of computing."""
+    with group.collective("comparison"):
+        return group.gather(value)
+
+
 def compare(
     group: Group, when: str, fields: Sequence[Field], shares: Sequence[RowShare], team: int = 0
 ) -> None:
@@ -147,7 +153,7 @@ def compare(
     """
     told = {item.name: (item.team, _code(item.name, item.texts)) for item in fields}
     rows = [[*share.rows, share.whole] for share in shares]
-    whens, *by_field = zip(*group.gather([when, told, team, rows]), strict=True)
+    whens, *by_field = zip(*_told(group, [when, told, team, rows]), strict=True)
     by_rank = [*zip(*by_field, strict=True)]
     if len({*whens}) > 1:  # the number is what they differ in
         when = "a step"
@@ -157,7 +163,7 @@ def compare(
         for members in _teams([number for number, _ in of_all]):
             if not _agree([of_all[rank][1] for rank in members]):
                 mine = next((item.texts for item in fields if item.name == name), [])
-                _refuse(when, name, group.gather(mine), members)
+                _refuse(when, name, _told(group, mine), members)
     for members in _teams([number for _, number, _ in by_rank]):
         # a batch that only some ranks have is named by its words
         for given in zip(*(by_rank[rank][2] for rank in members), strict=False):
@@ -303,7 +309,12 @@ class StepWitness:
         shards: the ranks that divide the same layers, and have alike what is not cut; or None.
         sharers: groups whose ranks compute the same rows.
         optimizer: of the model; None if it does not make each step's update.
+
+    Attributes:
+        is_on: whether they compare at all.
     """
+
+    is_on = True
 
     def __init__(
         self,
@@ -347,7 +358,7 @@ class StepWitness:
         Raises:
             UsageError: on all ranks, naming it.
         """
-        self._compares = self._world.size > 1 and is_due(self._steps + 1)
+        self._compares = self.is_on and self._world.size > 1 and is_due(self._steps + 1)
         if self._compares:
             fields = [*_of_optimizer(self._optimizer, self._copies)]
             self._compare(f"step {step + 1}", fields, [batch], rows, True)
@@ -553,7 +564,7 @@ class UpdateWitness:
         """
         when = f"update {self.updates + 1}"
         if self._meets:
-            answers = self._group.gather("the last" if last else "not the last")
+            answers = _told(self._group, "the last" if last else "not the last")
             _refuse_passes(when, [[answer] for answer in answers])
         losses = Losses.of(loss)
         if losses.says and self._words[LOSS] is None:
@@ -594,7 +605,7 @@ class UpdateWitness:
         """
         is_known = self._passes == self._noted
         rows = self._rows if is_known else [self._now]
-        by_rank = self._group.gather([self._passes, is_known, [item.told() for item in rows]])
+        by_rank = _told(self._group, [self._passes, is_known, [item.told() for item in rows]])
         told = [[LossTally(**item) for item in items] for *_, items in by_rank]
         each = [[item for item in items for _ in range(item.times)] for items in told]
         count = min(map(len, each))

@@ -94,7 +94,9 @@ def test_keys_and_the_place_of_the_accuracy():
     best = min(
         (record for record in records if record["kind"] == "eval"), key=lambda item: item["loss"]
     )
-    assert Path("run/checkpoints/best").read_text().strip() == f"step-{best['global_step']:08d}"
+    newest = Path("run/checkpoints/latest").read_text().strip()
+    state = json.loads(Path(f"run/checkpoints/{newest}/state.json").read_text())
+    assert state["best_step"] == best["global_step"]
 
 
 def test_what_was_trained_is_used(capfd):

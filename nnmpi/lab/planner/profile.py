@@ -551,7 +551,8 @@ def ready(
         _,
         batches,
     ):
-        worker.passes.replay.compares = False
+        # a trial is measured: all ranks do the same in it
+        worker.passes.replay.compares = worker._check.is_on = False
         for _ in range(WARM_UP_STEPS):
             worker.step(next(batches), lr=0.0)
         yield worker, batches
