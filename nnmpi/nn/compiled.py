@@ -237,13 +237,17 @@ class Compiled(Settled, fixed="pool"):
 
         Nothing, if the next call would have recorded anew, or the step cannot be done any more.
         """
-        if current().memory is not None:  # generation goes on where the last call has ended
+        recorder, recorded = Rehearsal(held.recorder), held.recorder
+        # generation goes on where the last call has ended, and so does the gradient of a leaf that
+        # no operation reads
+        if current().memory is not None or any(
+            id(leaf) not in recorded.leaves for leaf, _ in recorded.loose
+        ):
             return ""
-        recorder = Rehearsal(held.recorder)
         inputs, outputs, is_whole = _mapped(_input_buffer, held.inputs), None, False
         with recorder.undone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            held.recorder.restore_grads()  # as they were before the last call, if not within it
+            recorded.restore_grads()  # as they were before the last call, if not within it
             if not held.is_as_recorded():
                 return ""
             with suppress(Exception), recorder.running():
@@ -451,8 +455,7 @@ class Recording:
             ShapeError: for an index that does not fit; in a replay no operation checks it.
         """
         self.known.unused = 0
-        if self.is_audited:
-            self.unchecked = copy_context()
+        self.unchecked = None  # if this one fails, its inputs say nothing about those before
         leaves = [*_leaves(inputs)]
         for i, buffer in self._buffers:
             buffer[...] = values_of(leaves[i])
@@ -462,6 +465,8 @@ class Recording:
             raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
         finally:
             restore(mode)
+        if self.is_audited:
+            self.unchecked = copy_context()
         if self.recorder.loose:
             self.recorder.copy_loose_grads()
         return self.results()
