@@ -72,6 +72,8 @@ class Replay(Compiled):
     """
 
     _name, failed, compares = "the model", None, True
+    # a Worker is dropped anywhere, with a model that may have changed since; it has a `release`
+    _compares_when_dropped = False
 
     # it is written to in every step, and by nobody else
     __setattr__ = object.__setattr__  # type: ignore[assignment]
@@ -160,6 +162,8 @@ class Replay(Compiled):
         return False
 
     def _rehearse(self, held: Recording) -> str:
+        if self._watch is None or not self._watch.is_unchanged() or self._watch.moved():
+            return ""  # the next pass would have walked
         self._now, self._step = held.walked, held.walked.walk
         return super()._rehearse(held)
 

@@ -239,6 +239,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             UsageError: within `averaged`.
         """
         self.model.storage.check_weights("release()")
+        self.passes.replay.compare_at_end()
         self.passes.release()
         super().release()
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Literal
 
@@ -212,6 +211,8 @@ def _marked(folder: Path) -> Iterator[None]:
 
     It gets its name when it is locked: nobody sees one without a lock whose owner lives.
     """
+    from fcntl import LOCK_EX, flock  # a browser has none
+
     unlocked = folder / f"{MARKER}.new"
     with unlocked.open("x") as marker:
         marker.write(_identity(folder))
@@ -228,6 +229,8 @@ def _is_abandoned(folder: Path) -> bool:
     Its marker proves it, not its name: a run or anything else may be called so. A copy of the
     folder is another folder.
     """
+    from fcntl import LOCK_EX, LOCK_NB, flock
+
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return False
     number = os.open(folder / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

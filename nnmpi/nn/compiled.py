@@ -128,6 +128,7 @@ class Compiled(Settled, fixed="pool"):
     _number = 0  # of the present call
     _name = "the step"
     _end: Callable[[], None] | None = None  # what `atexit` calls, once something may be replayed
+    _compares_when_dropped = True
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
@@ -141,7 +142,8 @@ class Compiled(Settled, fixed="pool"):
         """Compare the step once more."""
         if self._end is not None and not sys.is_finalizing():
             atexit.unregister(self._end)
-            self._compare_at_end()
+            if self._compares_when_dropped:
+                self.compare_at_end()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # a method gets its object
@@ -221,7 +223,7 @@ class Compiled(Settled, fixed="pool"):
                 return self._audit(key, held, inputs, mode)
             return held.replay(inputs, mode)
 
-    def _compare_at_end(self) -> None:
+    def compare_at_end(self) -> None:
         """Compare what was replayed since the last audit with the step as it is now.
 
         No call follows that would find what has changed since.
@@ -253,8 +255,10 @@ class Compiled(Settled, fixed="pool"):
             with suppress(Exception), recorder.running():
                 outputs = _outputs(self._step(*inputs))
                 is_whole = True
+        if not is_whole:  # leaving its blocks has added calls that no step makes
+            return ""
         new = Recording(recorder, self.pool, held.known, inputs, outputs)
-        return recorder.spoiled or held.difference(new, is_whole)
+        return recorder.spoiled or held.difference(new)
 
     def _describe(self, found: str, since: int | None = None) -> str:
         """Return a sentence on what an audit has found, and the calls that it casts doubt on."""
@@ -437,16 +441,12 @@ class Recording:
         if self.moved and self._watch is not None:
             self._watch.look_again(self.recorder.outside(Call.arrays))
 
-    def difference(self, new: "Recording", is_whole: bool = True) -> str:
-        """Return the first difference to a new recording of the step, or nothing.
-
-        Args:
-            is_whole: see `Comparison.difference`.
-        """
+    def difference(self, new: "Recording") -> str:
+        """Return the first difference to a new recording of the step, or nothing."""
         buffers = [[array for _, array in held._buffers] for held in (self, new)]
         results = [_mapped(values_of, held._outputs) for held in (self, new)]
         both = Comparison(self.recorder, new.recorder, (buffers[0], buffers[1]))
-        return both.difference((results[0], results[1]), is_whole)
+        return both.difference((results[0], results[1]))
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Repeat the calls for these inputs, then restore the mode, which they may change.
@@ -762,7 +762,7 @@ def _state(generator: Any) -> Any:
 def _compare_at_exit(step: "ref[Compiled]") -> None:
     """Compare a step once more that lives to the interpreter's end; for `atexit`."""
     if (compiled := step()) is not None:
-        compiled._compare_at_end()
+        compiled.compare_at_end()
 
 
 def _tensor(x: Any) -> Any:

@@ -135,6 +135,8 @@ class Turn:
             GraphError: when this rank does not have the other operation any more.
         """
         turns, recorder = self.turns, active()
+        if recorder is not None and recorder.is_rehearsal:
+            raise GraphError("a rehearsal meets no other ranks, which may have ended")
         while True:
             number, wanted = turns.meet(self.number, is_used)
             other = turns.find(number) if wanted and number > self.number else None

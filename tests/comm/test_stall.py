@@ -91,7 +91,7 @@ def test_a_call_of_the_world_says_for_what_it_waits_while_it_does():
         seen.append(world.waiting)
         raise KeyboardInterrupt
 
-    world = SimpleNamespace(operations=deque(), waiting=None)
+    world = SimpleNamespace(operations=deque(), waiting=None, has_ended=False)
     with pytest.raises(KeyboardInterrupt):
         mpi_world_module._named(world, 3, "a barrier", call)()
     assert [words for _, words in seen] == ["a barrier of 3 ranks"] and world.waiting is None

@@ -102,7 +102,7 @@ def test_what_has_changed_since_the_last_audit_is_said_at_the_end(drops, said, t
                 del step, once
                 gc.collect()
             else:
-                step._compare_at_end()
+                step.compare_at_end()
         seen[name] = bool(said)
         right = found[0] == found[1]
         assert right != bool(said), (name, said)
@@ -125,7 +125,7 @@ def test_nothing_is_said_where_nothing_has_changed(said):
     step, once, *_ = stepping(lambda: 1.0)
     for _ in range(CALLS):
         once()
-    step._compare_at_end()
+    step.compare_at_end()
     del step, once
     assert not said
 
@@ -161,7 +161,7 @@ def test_nothing_is_left_behind(said):
 
     before, grad = everything(), loose.grad
     number.value = 2.0
-    step._compare_at_end()
+    step.compare_at_end()
     assert len(said) == 1
     assert everything() == before
     assert loose.grad is grad
@@ -188,7 +188,7 @@ def test_it_waits_for_no_other_rank(said):
                 step(np.ones((6, 4), "f4"), np.arange(6) % 3)
         number.value = 2.0
         if group.rank:
-            step._compare_at_end()
+            step.compare_at_end()
         group.barrier()
         return step.recordings
 
@@ -209,7 +209,7 @@ def test_a_worker_whose_layer_is_ones_own(ranks, said, tmp_path):
             worker.step(np.ones((6, 4), "f4"), np.arange(6) % 2)
         replay = worker.passes.replay
         assert not replay.explain()
-        replay._compare_at_end()
+        replay.compare_at_end()
 
     nnmpi.simulate(program, ranks)
     assert said
@@ -227,7 +227,7 @@ def test_a_worker_of_layers_of_nnmpi_alone_is_recorded_twice_and_not_compared(sa
         for _ in range(40):
             worker.step(np.ones((6, 4), "f4"), np.arange(6) % 3)
         assert worker.passes.replay.replays == 36
-        worker.passes.replay._compare_at_end()
+        worker.passes.replay.compare_at_end()
 
     nnmpi.simulate(program, 1)
     assert len(made) == 2
@@ -302,6 +302,6 @@ def test_settings_of_nnmpis_own_objects_are_seen_in_the_call(name, said):
         if way == "compiled":
             assert step.recordings == 1
             assert not step.refusal
-            step._compare_at_end()
+            step.compare_at_end()
     assert found[0] == found[1]
     assert not said

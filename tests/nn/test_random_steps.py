@@ -78,7 +78,7 @@ def test_random_steps_are_right_or_refused(first, tmp_path, monkeypatch):
             right, _, _ = run(seed, tmp_path, lambda step: lambda x, y: step(Tensor(x), y), [])
             came, at, step = run(seed, tmp_path, nnmpi.compile, failed)
             replayed += step.recordings > 0
-            step._compare_at_end()
+            step.compare_at_end()
         _, changed, names = program(seed)
         text = f"program {seed}: {changed or 'no change'} at {at}, {names}, {step.refusal}"
         wrong = [

@@ -5,6 +5,7 @@ that nobody broke, whatever else was read from the loader.
 import pickle
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -373,7 +374,8 @@ def test_batches_that_wait_were_not_trained_on(reader, by_hand, tmp_path):
 @pytest.mark.parametrize("reader", PAIRS_AHEAD)
 def test_a_place_that_nobody_knows_is_not_saved(reader, by_hand, tmp_path):
     for steps in (1, 3):
-        loop = train_on(PAIRS_AHEAD[reader], steps, by_hand)
+        # in a context without loops that other tests have left open
+        loop = Context().run(train_on, PAIRS_AHEAD[reader], steps, by_hand)
         usage_error(
             "take batch.x and batch.y w",
             lambda: save(tmp_path, loop.whole, loader=loop.loader),  # noqa: B023

@@ -62,15 +62,10 @@ class Comparison:
         for one, other in zip(*inputs, strict=False):
             self._pair(id(owner_of(one)), id(owner_of(other)))
 
-    def difference(self, results: tuple[Any, Any] = (None, None), is_whole: bool = True) -> str:
-        """Return the first difference, also of the step's results, as text; nothing if none.
-
-        Args:
-            is_whole: whether the new recording has all calls of the step, and not the first ones.
-        """
+    def difference(self, results: tuple[Any, Any] = (None, None)) -> str:
+        """Return the first difference, also of the step's results, as text; nothing if none."""
         old, new = self._lists
-        calls = old.calls if is_whole else old.calls[: len(new.calls)]
-        for number, (one, other) in enumerate(zip_longest(calls, new.calls)):
+        for number, (one, other) in enumerate(zip_longest(old.calls, new.calls)):
             if one is None or other is None or not self._same_calls(one, other):
                 was, now = (f"{call or 'nothing'}" for call in (one, other))
                 if was == now and self._differ is not None:
@@ -78,7 +73,7 @@ class Comparison:
                 file, line = new.lines[number] if number < len(new.lines) else ("", 0)
                 at = f", at {shown(file)}:{line}" if file else ""
                 return f"call {number}: {was} is now {now}{at}"
-        return "" if not is_whole or self.same(*results) else "the step returns other results"
+        return "" if self.same(*results) else "the step returns other results"
 
     def same(self, one: Any, other: Any) -> bool:
         """Return whether two values are the same for a replay."""
