@@ -2,6 +2,7 @@
 that is killed.
 """
 
+import fcntl
 import mmap
 import os
 import random
@@ -499,7 +500,7 @@ def test_only_what_a_dead_supervisor_made_is_removed(temporary):
 
 def test_a_folder_that_is_just_made_is_not_taken_for_a_dead_ones(temporary, monkeypatch):
     """Whoever looks at any moment between its making and its lock leaves it."""
-    looks, real = [], launching.flock
+    looks, real = [], fcntl.flock
 
     def look(*words):
         (folder,) = temporary.iterdir()
@@ -508,9 +509,9 @@ def test_a_folder_that_is_just_made_is_not_taken_for_a_dead_ones(temporary, monk
         looks.append(folder)
         return real(*words)
 
-    monkeypatch.setattr(launching, "flock", look)
+    monkeypatch.setattr(fcntl, "flock", look)
     with launching.temporary_folder() as folder:
-        monkeypatch.setattr(launching, "flock", real)
+        monkeypatch.setattr(fcntl, "flock", real)
         with pytest.raises(BlockingIOError):
             launching._is_abandoned(folder)
     assert looks == [folder]
