@@ -23,7 +23,7 @@ def train(group, tmp_path_factory):
     """
     base = Path(group.share(str(tmp_path_factory.mktemp("runs"))))
 
-    def run(**options):
+    def run(meanwhile=None, **options):
         text = io.StringIO()
         values = {
             "out": str(base / f"run{len(list(base.iterdir()))}"),
@@ -34,6 +34,8 @@ def train(group, tmp_path_factory):
         folder = Path(group.share(values["out"]))
         console = Console(quiet=not group.is_root, stream=text)
         with training.begin(assemble({**values, "out": str(folder)}), group, console) as loop:
+            if meanwhile is not None and group.is_root:
+                meanwhile(folder)
             loop.run()
         group.barrier()
         return folder, text.getvalue().splitlines()
@@ -101,13 +103,10 @@ def test_without_a_pipeline_the_trace_has_each_rank(group, train):
 
 
 def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group, train):
-    base = train(max_steps=1)[0]
-    group.barrier()
-    taken = base.parent / "taken"
-    if group.is_root:
-        (taken / "trace.json.gz").mkdir(parents=True)
-    group.barrier()
-    folder, lines = train(max_steps=3, trace=True, out=str(taken))
+    """A start would refuse what is in its place already."""
+    folder, lines = train(
+        lambda folder: (folder / "trace.json.gz").mkdir(), max_steps=3, trace=True
+    )
     text = "\n".join(lines)
     right = not group.is_root or (
         "  no trace: the trace cannot be written to " in text and "3 steps in" in text
