@@ -12,6 +12,8 @@ from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.compose.inference import Inference
 from tests.harness.refusals import usage_error
 
+pytestmark = pytest.mark.host_only("the layers that are added have values of the host")
+
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(8, 4)), DRAW.integers(0, 3, 8)
 SAMPLES = data.Dataset("d", X, Y, 3)

@@ -307,6 +307,7 @@ def test_an_average_of_the_program_itself_stays_and_two_are_told_apart():
     on(1, program)
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 def test_an_average_that_begins_in_the_middle_is_kept_or_refused():
     def program(group, options):
         worker = make_worker(group, {}, options, ema=0.0)
