@@ -224,7 +224,10 @@ def cases():
         own = IN_LOOPS if way in LOOPS else IN_WORKERS
         for name, case in (IN_DATA | IN_MODEL | own).items():
             if (name, way) not in LEFT_OUT:
-                yield pytest.param(way, *case, id=f"{way}-{name}")
+                # on a device's stand-in some of these are not named yet
+                is_open = case[-1] == "weights"
+                marks = pytest.mark.host_only("not named on a device") if is_open else ()
+                yield pytest.param(way, *case, id=f"{way}-{name}", marks=marks)
 
 
 def differ(way, difference, at, ranks=2):
@@ -258,7 +261,6 @@ def differ(way, difference, at, ranks=2):
     return [told.get(rank, "") for rank in range(ranks)], max(done.values())
 
 
-@pytest.mark.host_only("one rank's weights are changed in the memory of the host")
 @pytest.mark.parametrize(("way", "difference", "at", "says"), [*cases()])
 def test_what_one_rank_does_differently_is_named(way, difference, at, says):
     texts, done = differ(way, difference, at, 4 if way in ("pp", "tp") else 2)
