@@ -37,7 +37,7 @@ from nnmpi.backend.program.record import bare
 from nnmpi.base.errors import UsageError, is_own
 from nnmpi.base.loop import Taken, last_read
 from nnmpi.comm.agreement import agreed, refuse_different, require_equal
-from nnmpi.comm.buffers import to_host
+from nnmpi.comm.buffers import to_host, to_hosts
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import checksum
 from nnmpi.nn.mode import last_masks
@@ -451,7 +451,7 @@ class Losses(NamedTuple):
     def of(cls, loss: Tensor) -> Losses:
         """Return what is known of a loss. A device is waited for."""
         node, values = loss.node, loss._data
-        says = bool(values.item() if values.size == 1 else values.any())
+        says = bool(to_host(values.any()))
         while node is not None and not node.summands:
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
@@ -777,5 +777,5 @@ def _factor(loss: Tensor) -> Sequence[str] | None:
         grad, node = node.backward(grad)[place], edge
     if node is None or node.averages or not grad.size:
         return None
-    least, most = float(grad.min()), float(grad.max())
+    least, most = (float(value) for value in to_hosts([grad.min(), grad.max()]))
     return [f"{most:.4g}"] if least == most else None
