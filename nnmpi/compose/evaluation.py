@@ -13,7 +13,7 @@ import nnmpi.base.clock as clock
 from nnmpi.base.errors import UsageError, name_ranks
 from nnmpi.base.loop import Taken
 from nnmpi.comm.group import Group
-from nnmpi.compose.losses import LOSS, SCORE, WEIGHTS, DeferredScalars
+from nnmpi.compose.scalars import LOSS, SCORE, WEIGHTS, DeferredScalars
 from nnmpi.compose.stats import Totals
 from nnmpi.data.loader import Batch
 from nnmpi.parallel.witness import SAME_DATA, StepWitness

@@ -40,7 +40,7 @@ from nnmpi.base.errors import DeviceError
 from nnmpi.base.settled import Settled
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
-from nnmpi.compose.losses import SQUARES, DeferredScalars
+from nnmpi.compose.scalars import SQUARES, DeferredScalars
 from nnmpi.data.loader import Batch
 from nnmpi.optim.clip import add_squares, global_norm, sum_of_squares, trusted
 from nnmpi.parallel.data import DataParallel, Replicas

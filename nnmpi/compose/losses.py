@@ -4,40 +4,33 @@
     bce                 yes or no       score: the number of outputs on the right side of 0
     cross-entropy       classes         score: the number of labels with the largest logit
 
-    DeferredScalars     losses and scores of a step, read from a device all at once at its end
-
 A score is a sum over targets, the higher the better; `stats.Totals` computes its mean. A target is
 a sample here, with all its elements: its loss and its score are means over them, so the mean over
 samples is the mean over all elements of the global batch.
 
-Reading a number from a device waits for all work queued before, and the device is idle until the
-host queues more. So a step's losses, correct predictions and the squares of its gradient are read
-at its end, in one copy.
-NumPy's numbers are read at once. For the same reason labels and indices are checked on the host,
-before or while a device computes: a kernel cannot raise an error.
+Labels and indices are checked on the host, before or while a device computes: a kernel cannot raise
+an error, and to read one from the device would wait for it (see `compose.scalars`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import nan, prod
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, Shape, namespace, zeros
+from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted, translated
 from nnmpi.base.settled import Settled
 from nnmpi.comm.agreement import as_text
-from nnmpi.comm.buffers import room_for, start_fetch
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.dataset import IGNORED
@@ -52,10 +45,6 @@ from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 CROSS_ENTROPY = "cross-entropy"
-
-# the names of their sums in `DeferredScalars`
-LOSS, SCORE, WEIGHTS = "loss", "score", "class weights"
-SQUARES = "squares"  # of the gradient
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
 
@@ -129,11 +118,11 @@ class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
         self, arrangement: Arrangement | None = None, label_smoothing: float = 0.0
     ) -> None:
         self.label_smoothing = label_smoothing
-        self.classes = 0 if arrangement is None else arrangement.classes or 0
-        self._group: Group | None = None
+        self.classes = 0
+        self._group: Group | None = None  # over which the classes are sharded
         function: Callable[..., Tensor] = cross_entropy
-        if arrangement is not None and self.classes:
-            self._group = arrangement.mesh.tp
+        if arrangement is not None and arrangement.classes:
+            self.classes, self._group = arrangement.classes, arrangement.mesh.tp
             function = partial(sharded_cross_entropy, group=self._group, classes=self.classes)
         self._function = partial(function, label_smoothing=label_smoothing, reduction="sum")
 
@@ -172,7 +161,7 @@ class LabelLoss(Settled, fixed="function func keywords scale"):
 
     def __init__(self, function: SumLoss, scale: float = 1.0) -> None:
         self.function, self.func = function, getattr(function, "func", function)
-        self.keywords: dict[str, Any] = _options(function)
+        self.keywords = _options(function)
         self.scale = scale
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
@@ -180,23 +169,30 @@ class LabelLoss(Settled, fixed="function func keywords scale"):
         return as_text(self.function)
 
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
-        result: object = self.function(logits, labels)
-        shape = result.shape if isinstance(result, Tensor) else ()
-        expected = [labels.shape, labels.shape[:1]] if labels.dtype.kind == "f" else [labels.shape]
-        if not isinstance(result, Tensor) or shape not in expected:
-            gave = "one number" if not shape else f"values of shape {shape}"
-            gave = gave if isinstance(result, Tensor) else kind_of(result)
+        values: object = self.function(logits, labels)
+        are_quantities = labels.dtype.kind == "f"
+        expected = [labels.shape]
+        if are_quantities:
+            expected.append(labels.shape[:1])  # one value for each sample
+        if not isinstance(values, Tensor) or values.shape not in expected:
             raise UsageError(
-                f"the loss returned {gave} for labels of shape {labels.shape}; return one value for"
-                ' each label, as reduction="none" does: the Worker divides them by the global'
-                " batch's labels. A function that returns their sum declares it:"
+                f"the loss returned {_described(values)} for labels of shape {labels.shape}; return"
+                ' one value for each label, as reduction="none" does: the Worker divides them by'
+                " the global batch's labels. A function that returns their sum declares it:"
                 ' def loss(logits, labels, reduction="sum"). A number of the batch as a whole, such'
                 " as a Dice over all samples, is no sum: it would depend on which samples a rank"
                 " has; return one for each sample, of float labels"
             )
-        count = prod(shape[1:]) if labels.dtype.kind == "f" else 1
-        factor = self.scale / max(count, 1)
-        return result.sum() if factor == 1 else result.sum() * factor
+        values_per_target = prod(values.shape[1:]) if are_quantities else 1
+        factor = self.scale / max(values_per_target, 1)
+        return values.sum() if factor == 1 else values.sum() * factor
+
+
+def _described(values: object) -> str:
+    """Return what a loss returned that is not one value for each label, in words."""
+    if not isinstance(values, Tensor):
+        return kind_of(values)
+    return f"values of shape {values.shape}" if values.shape else "one number"
 
 
 def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
@@ -206,19 +202,44 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
         UsageError: for an unknown name, and a mean.
     """
     if callable(loss):
-        reduction = "sum" if is_own_loss(loss) else _reduction(loss)
-        if reduction not in ("sum", "none")[has_class_weights(loss) :]:
-            raise UsageError(
-                f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses"
-                ' once: give it partial(loss, reduction="none"), or a layer made with'
-                ' reduction="none"'
-            )
-        return loss if reduction == "sum" else LabelLoss(loss)
+        return _as_sum(loss)
     if loss in ERRORS:
         return SumError(loss)
     if loss not in (None, CROSS_ENTROPY):
         raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join(NAMES)}")
     return SumCrossEntropy(arrangement)
+
+
+def _as_sum(loss: SumLoss) -> SumLoss:
+    """Return a function's or a layer's loss as a sum, which it is or `LabelLoss` makes of it.
+
+    Raises:
+        UsageError: for a mean; with class weights, also for a sum: `balanced` needs the values.
+    """
+    reduction = "sum" if is_own_loss(loss) else _reduction(loss)
+    if reduction == "none":
+        return LabelLoss(loss)
+    if reduction == "sum" and not has_class_weights(loss):
+        return loss
+    raise UsageError(
+        f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses once: give"
+        ' it partial(loss, reduction="none"), or a layer made with reduction="none"'
+    )
+
+
+def _reduction(loss: SumLoss) -> object:
+    """Return a loss's reduction by its arguments or attributes; "none" without one."""
+    if isinstance(loss, Module):
+        return getattr(loss, "options", vars(loss)).get("reduction", "none")
+    with suppress(TypeError, ValueError):  # a callable without a signature
+        parameter = inspect.signature(loss).parameters.get("reduction")
+        return "none" if parameter is None else parameter.default
+    return "none"
+
+
+def is_own_loss(loss: SumLoss) -> bool:
+    """Return whether a loss is nnmpi's own."""
+    return type(loss) in (SumError, SumCrossEntropy)
 
 
 def balanced(loss: SumLoss, batch: Batch, group: Group, counts: bool) -> SumLoss:
@@ -241,39 +262,27 @@ def balanced(loss: SumLoss, batch: Batch, group: Group, counts: bool) -> SumLoss
 
 def has_class_weights(loss: SumLoss) -> bool:
     """Return whether a loss of labels was given weights of their classes."""
-    loss = loss.function if isinstance(loss, LabelLoss) else loss
-    function = getattr(loss, "func", getattr(loss, "function", loss))
-    return function in (cross_entropy, nll) and _options(loss).get("weight") is not None
+    given = loss.function if isinstance(loss, LabelLoss) else loss
+    # `func` of a partial, `function` of a layer
+    operation = getattr(given, "func", getattr(given, "function", given))
+    return operation in (cross_entropy, nll) and _options(given).get("weight") is not None
 
 
 def label_weights(loss: SumLoss, batch: Batch) -> float:
     """Return the sum of the class weights of this rank's labels that count."""
-    weight, labels = Tensor(_options(loss)["weight"]).numpy(), batch.on_host
+    class_weights = Tensor(_options(loss)["weight"]).numpy()
+    labels = batch.on_host
     # the loss itself refuses labels outside
-    known = np.minimum(labels[labels >= 0], len(weight) - 1)
-    return float(weight[known].sum(dtype="float64"))
+    known = np.minimum(labels[labels >= 0], len(class_weights) - 1)
+    return float(class_weights[known].sum(dtype="float64"))
 
 
-def _options(loss: SumLoss) -> dict[str, Any]:
+def _options(loss: SumLoss) -> Mapping[str, Any]:
     """Return the arguments that a `partial` or a layer gives its loss."""
-    loss = loss.function if isinstance(loss, LabelLoss) else loss
-    options: dict[str, Any] = getattr(loss, "keywords", getattr(loss, "options", None)) or {}
+    given = loss.function if isinstance(loss, LabelLoss) else loss
+    # `keywords` of a partial, `options` of a layer; a user's class may use these names otherwise
+    options: object = getattr(given, "keywords", getattr(given, "options", None))
     return options if isinstance(options, Mapping) else {}
-
-
-def _reduction(loss: SumLoss) -> object:
-    """Return a loss's reduction by its arguments or attributes; "none" without one."""
-    if isinstance(loss, Module):
-        return getattr(loss, "options", vars(loss)).get("reduction", "none")
-    with suppress(TypeError, ValueError):  # a callable without a signature
-        parameter = inspect.signature(loss).parameters.get("reduction")
-        return "none" if parameter is None else parameter.default
-    return "none"
-
-
-def is_own_loss(loss: SumLoss) -> bool:
-    """Return whether a loss is nnmpi's own."""
-    return type(loss) in (SumError, SumCrossEntropy)
 
 
 def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
@@ -288,11 +297,8 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
             f"the loss ignores label {ignored}, but is divided by the number of labels that are 0"
             f" or more; label ignored positions {IGNORED}, and give the loss ignore_index={IGNORED}"
         )
-    if (
-        arrangement is not None
-        and arrangement.classes
-        and not (isinstance(loss, SumCrossEntropy) and loss.classes)
-    ):
+    knows_shards = isinstance(loss, SumCrossEntropy) and loss.classes
+    if arrangement is not None and arrangement.classes and not knows_shards:
         raise UsageError(
             f"the {arrangement.classes} classes are sharded over tp {arrangement.mesh.tp.size}"
             " (Sharding.VOCAB), so this loss would see only part of them; use"
@@ -313,11 +319,7 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, FloatingPointError) and (known := translated(error)) is not error:
-            raise known from error
-        raise UsageError(
-            fault(getattr(loss, "function", loss), ("logits", "labels"), error)
-        ) from error
+        raise _explained(loss, error) from error
     if not isinstance(total, Tensor):
         raise UsageError(
             f"the loss returned {kind_of(total)}; return the sum of the losses, a Tensor"
@@ -332,20 +334,39 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     return total
 
 
+def _explained(loss: SumLoss, error: Exception) -> BaseException:
+    """Return the error for an exception in a loss: a known one's, or one with its line."""
+    if isinstance(error, FloatingPointError):
+        known = translated(error)
+        if known is not error:
+            return known
+    return UsageError(fault(getattr(loss, "function", loss), ("logits", "labels"), error))
+
+
 def _refuse_sharded(logits: Tensor, total: Tensor) -> None:
     """Refuse a loss that uses parameters of which this rank has a part, or no gradient."""
-    last = -1 if logits.node is None else logits.node.number
-    nodes = [] if total.tape is None else total.tape.find().nodes
-    for edge in chain.from_iterable(node.edges or () for node in nodes if node.number > last):
-        if isinstance(edge, Parameter):
-            storage = None if edge.version is None else edge.version.storage()
-            # of ZeRO's stages the first alone keeps all values and gradients on each rank
-            if storage is not None and (storage.is_sharded or getattr(storage, "stage", 1) > 1):
+    if total.tape is None:
+        return
+    last_of_model = -1 if logits.node is None else logits.node.number
+    for node in total.tape.find().nodes:
+        if node.number <= last_of_model:
+            continue
+        for edge in node.edges or ():
+            if isinstance(edge, Parameter) and _is_partly_here(edge):
                 raise UsageError(
                     f"the loss uses {edge.name} of a model that is sharded over ranks; use it in"
                     " the model's forward, or choose a layout with a full replica on each rank,"
                     " such as data parallelism or ZeRO 1"
                 )
+
+
+def _is_partly_here(parameter: Parameter) -> bool:
+    """Return whether this rank lacks some of a parameter's values or gradients."""
+    storage = None if parameter.version is None else parameter.version.storage()
+    if storage is None:
+        return False
+    # of ZeRO's stages the first alone keeps all values and gradients on each rank
+    return storage.is_sharded or getattr(storage, "stage", 1) > 1
 
 
 def count_correct(logits: Array, y: Array) -> Array | float:
@@ -381,74 +402,6 @@ def squared_errors(outputs: Array, targets: Array) -> Array | float:
 
 def _fits(outputs: Array, targets: Array) -> bool:
     return bool(outputs.shape[:1] == targets.shape[:1] and outputs.size == targets.size)
-
-
-SLOTS = 64  # numbers of a device's vector, which is read as a whole
-
-
-class DeferredScalars:
-    """Sums by name, in float64, of numbers from the host or a device.
-
-    A device's numbers are added there, to vectors that stay where they are: additions that a
-    recorded step repeats without Python arrive, too.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, float] = {}
-        self._places: dict[Hashable, int] = {}
-        self._vectors: list[Array] = []
-        self._hosts: list[list[Array]] = [[], []]  # page-locked; two may be in use
-
-    def clear(self) -> None:
-        """Set all sums to 0, and forget the names of the host's."""
-        self._values = {}
-        for vector in self._vectors:
-            vector.fill(0)
-
-    def add(self, name: Hashable, value: Array | float) -> None:
-        """Add a number to the sum of this name, without waiting.
-
-        Args:
-            value: a Python number, or an array of one element, on the host or the device.
-        """
-        if isinstance(value, HOST_NUMBERS):
-            self._values[name] = self._values.get(name, 0.0) + float(value)
-            return
-        xp = namespace(value)
-        total = self.place(name, xp)
-        xp.add(total, to_float32(value).reshape(1), out=total)
-
-    def place(self, name: Hashable, xp: Any) -> Array:
-        """Return a sum on a device, (1,) in float64, to which the caller adds."""
-        number, place = divmod(self._places.setdefault(name, len(self._places)), SLOTS)
-        if number == len(self._vectors):
-            self._vectors.append(zeros(xp, SLOTS, "float64"))
-            for hosts in self._hosts:
-                hosts.append(room_for(xp, SLOTS, "float64"))
-        return self._vectors[number][place : place + 1]
-
-    def send(self) -> Callable[[], dict[Hashable, float]]:
-        """Begin to copy the sums as they are now; return a function that waits and returns them.
-
-        Of a device's sums at most two copies may be under way.
-        """
-        values, places = self._values, self._places
-        if not self._vectors:
-            return lambda: values
-        self._hosts.reverse()
-        hosts = self._hosts[0]
-        arrive = start_fetch(list(zip(self._vectors, hosts, strict=True)))
-
-        def read() -> dict[Hashable, float]:
-            arrive()
-            numbers = [number for host in hosts for number in host.tolist()]
-            return {name: numbers[place] for name, place in places.items()} | values
-
-        return read
-
-    def read(self) -> dict[Hashable, float]:
-        """Return the sums by name; waits once for a device, not at all without its numbers."""
-        return self.send()()
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
@@ -511,14 +464,9 @@ def _ignored(loss: SumLoss, labels: Array) -> int | None:
 
 def vocabulary_of(model: Module) -> int | None:
     """Return the number of rows of the model's largest embedding; None without one."""
-    return max(
-        (
-            module.num_embeddings
-            for _, module in model.named_modules()
-            if isinstance(module, Embedding)
-        ),
-        default=None,
-    )
+    modules = (module for _, module in model.named_modules())
+    rows = (module.num_embeddings for module in modules if isinstance(module, Embedding))
+    return max(rows, default=None)
 
 
 def _check_range(
@@ -527,11 +475,13 @@ def _check_range(
     """Refuse numbers outside 0..count-1, except the ignored one; `first` numbers their rows."""
     if not numbers.size or (numbers.min() >= 0 and numbers.max() < count):
         return
-    wrong = (numbers < 0) | (numbers >= count)
+    is_outside = (numbers < 0) | (numbers >= count)
     if ignored is not None:
-        wrong &= numbers != ignored
-    for row, *within in np.argwhere(wrong)[:1].tolist():
-        raise ShapeError(
-            f"{what} {int(numbers[row, *within])} in row {first + row} of the batch is outside"
-            f" 0..{count - 1}"
-        )
+        is_outside &= numbers != ignored
+    if not is_outside.any():
+        return
+    place = tuple(np.argwhere(is_outside)[0].tolist())
+    raise ShapeError(
+        f"{what} {int(numbers[place])} in row {first + place[0]} of the batch is outside"
+        f" 0..{count - 1}"
+    )

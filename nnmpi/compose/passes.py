@@ -34,11 +34,6 @@ from nnmpi.compose.exchange import Exchange
 from nnmpi.compose.executor import Executor
 from nnmpi.compose.forecast import PipelineForecast
 from nnmpi.compose.losses import (
-    LOSS,
-    SCORE,
-    SQUARES,
-    WEIGHTS,
-    DeferredScalars,
     balanced,
     check_classes,
     check_labels,
@@ -50,6 +45,7 @@ from nnmpi.compose.losses import (
     to_device,
 )
 from nnmpi.compose.replayed import OBSERVED, Replay, refusal_of
+from nnmpi.compose.scalars import LOSS, SCORE, SQUARES, WEIGHTS, DeferredScalars
 from nnmpi.compose.stats import StepReport
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.walk import Pass

@@ -15,7 +15,7 @@ import nnmpi
 from nnmpi import Numerics, Tensor, Worker, models, nn, ops, optim
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DivergenceError
-from nnmpi.compose.losses import SQUARES, DeferredScalars
+from nnmpi.compose.scalars import SQUARES, DeferredScalars
 from nnmpi.data import Dataset, Loader
 from nnmpi.nn.compiled import Recording
 from tests.equivalence.reference import digits
