@@ -6,8 +6,8 @@ Reading order:
                        device
     kernels            the choice of kernels: plain, in the library's functions; in jit/ numba's for
                        the host; in cuda/ a device's
-    program/           a step as a value, the basis of `nnmpi.compile`: record its calls, tile them,
-                       plan their memory, replay them
+    program/           a step as a value, the basis of `nnmpi.compile`: record its calls, plan
+                       their memory, replay them
     recording          what operations, layers and strategies tell a recorder
 
 Matrix products:

@@ -37,9 +37,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.backend.sums import slices
+from nnmpi.backend.sums import ELEMENTS, slices
 
 # Queries per band, with a causal mask and without one.
 CAUSAL, ALL = 64, 256

@@ -28,10 +28,10 @@ from nnmpi.backend.attend import attend, attend_grad
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
 from nnmpi.backend.recording import call, to_library
 from nnmpi.backend.sums import (
+    ELEMENTS,
     LONG,
     WIDE,
     add_rows,

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, empty, namespace, ones
-from nnmpi.backend.program.record import active_calls
-from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import call
 
+# A block of this many float32 elements, its results and its scratch arrays fit 1 MiB, the smallest
+# L2 cache of server processors.
+ELEMENTS = 2**16
 ROWS = 512  # in a block
 WIDE = 512  # elements of a row; NumPy is slower on shorter rows
 # NumPy copies an operand that is repeated for each row, unless a row fills its buffer of 8,192
@@ -101,7 +102,7 @@ def repeated(values: Array, pixels: int) -> Array:
 def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]:
     """Return function(*operands), which works row by row, computed while a block is in the cache.
 
-    A recording notes the calls on all rows; its pass over them makes the blocks (`program.tile`).
+    A recording notes the calls on each block, so that a replay computes the same bits.
 
     Args:
         function: returns arrays with as many rows, or None if it writes to rows.
@@ -109,8 +110,7 @@ def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]
             what is repeated for each row, and numbers.
     """
     rows = operands[0]
-    is_one = rows.ndim < 2 or rows.size <= ELEMENTS
-    if is_one or not isinstance(rows, np.ndarray) or active_calls.get() is not None:
+    if rows.ndim < 2 or rows.size <= ELEMENTS or not isinstance(rows, np.ndarray):
         return function(*operands)
     results: tuple[Array, ...] = ()
     are_cut = [getattr(x, "ndim", 0) > 1 and len(x) == len(rows) for x in operands]
@@ -121,7 +121,7 @@ def in_blocks(function: Callable[..., Any], *operands: Any) -> tuple[Array, ...]
             known = dict(zip(map(id, given), operands, strict=True))
             for x in blocks:
                 if id(x) not in known:
-                    known[id(x)] = empty(np, (len(rows), *x.shape[1:]), x.dtype)
+                    known[id(x)] = empty(namespace(rows), (len(rows), *x.shape[1:]), x.dtype)
             results = tuple(known[id(x)] for x in blocks)
             own = [
                 i

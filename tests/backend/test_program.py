@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from nnmpi.backend.program import tile
 from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
 from nnmpi.backend.program.record import RecordedArray, bare
@@ -455,39 +454,6 @@ def test_a_callback_is_called_in_each_replay():
         program.replay()
         np.testing.assert_array_equal(y, running(np, x))
     assert recorder.spoiled == ""
-
-
-def backwards(xp, x):
-    table = xp.zeros((4, 8)) + x.sum()
-    y = x * table[0, 3::-1]
-    first = table.reshape(-1)[:2].reshape(2, 1)
-    first += 1
-    return np.concatenate([y.reshape(-1), table.reshape(-1)])
-
-
-def test_blocks_keep_the_order_of_calls_on_one_memory(monkeypatch):
-    """Rows of one call are what another reads backwards, or through another view of a buffer."""
-    monkeypatch.setattr(tile, "ELEMENTS", 1)
-    x = np.arange(8.0).reshape(2, 4)
-    recorder, y = recorded(backwards, x)
-    program = StepProgram(recorder, Arena())
-    x += 1
-    program.replay()
-    np.testing.assert_array_equal(y, backwards(np, x))
-
-    buffer = bytearray(64)
-    vector, rows = np.frombuffer(buffer)[:4], np.frombuffer(buffer)[:2].reshape(2, 1)
-
-    def shared(xp, x):
-        y = x * vector
-        target = rows if xp is np else recorder_of().wrap(rows)
-        target += 1
-        return y
-
-    recorder, y = recorded(shared, x)
-    vector[:] = 1
-    StepProgram(recorder, Arena()).replay()
-    np.testing.assert_array_equal(y, x)
 
 
 def test_a_reduction_of_a_number_has_an_axis():

@@ -13,13 +13,19 @@ from tests.device.here import here
 from tests.device.library import device_backend
 from tests.ops.replays import check_replays
 
-SIZES = [(7, 5), (2, 9, 4), (64, 6), (1, 3), (0, 4), (3, 1)]
+SIZES = [(7, 5), (5, 5), (2, 9, 4), (64, 6), (1, 3), (0, 4), (3, 1)]
+
+
+def set_elements(monkeypatch, count):
+    """Make blocks of so many elements, or of one row at least."""
+    for name in ("sums", "plain"):
+        monkeypatch.setattr(import_module(f"nnmpi.backend.{name}"), "ELEMENTS", count)
 
 
 @pytest.fixture(params=[1, 8, 20, 10**6])
 def elements(request, monkeypatch):
-    """Make blocks of so many elements, or of one row at least."""
-    monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", request.param)
+    """Make blocks of several sizes."""
+    set_elements(monkeypatch, request.param)
     return request.param
 
 
@@ -47,6 +53,7 @@ def run(function, arrays, grad):
 
 FUNCTIONS = {
     "layer_norm": (lambda x, a, b: ops.layer_norm(x, a, b, 0.1), lambda n: [(n,), (n,)]),
+    "group_norm": (lambda x, a, b: ops.group_norm(x, a, b, 1, 0.1), lambda n: [(n,), (n,)]),
     "gelu": (ops.gelu, lambda n: []),
     "gelu tanh": (lambda x: ops.gelu(x, "tanh"), lambda n: []),
     "linear, gelu": (lambda *args: ops.gelu(ops.linear(*args)), lambda n: [(n, 3), (3,)]),
@@ -65,7 +72,7 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
     check_replays(
         function, [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays], [arrays]
     )
-    monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", 10**6)
+    set_elements(monkeypatch, 10**6)
     for result, other in zip(results, run(function, arrays, grad), strict=True):
         np.testing.assert_allclose(result, other, rtol=1e-12, atol=1e-12)
 

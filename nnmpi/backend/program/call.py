@@ -119,8 +119,6 @@ class Call:
             args, kwargs = (*args, kwargs["out"]), {}
         elif function in _METHODS and args and type(args[0]) is np.ndarray:
             function, args = getattr(args[0], function.__name__), args[1:]
-        if function is copy_to:
-            function, args = np.copyto, (kwargs.pop("out"), *args)
         call = partial(function, *args, **kwargs) if args or kwargs else function
         return call if result is None else partial(_store, result, call)
 
@@ -134,11 +132,6 @@ def _operand(x: Any, other: Any) -> Any:
     """Return a number beside floats as an array without axes, which NumPy need not convert."""
     is_float = isinstance(other, np.ndarray) and other.dtype.kind == "f"
     return np.full((), x, other.dtype) if type(x) in (int, float) and is_float else x
-
-
-def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
-    """Do the same as np.copyto, with the target where universal functions have it."""
-    np.copyto(out, x, **kwargs)
 
 
 ARRAYS = ArrayRef, np.ndarray
@@ -226,15 +219,6 @@ def owner_of(array: Array) -> Array:
         # getattr: as_strided puts an object that is no array between a view and its base
         base = getattr(base, "base", None)
     return owner
-
-
-def packed_strides(shape: Shape, dtype: Dtype) -> Shape:
-    """Return the strides of a C-contiguous array, in bytes."""
-    strides, step = [], dtype.itemsize
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
 
 
 def address_of(array: Array) -> int:

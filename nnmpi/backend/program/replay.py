@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from operator import itemgetter
@@ -16,7 +16,6 @@ from nnmpi.backend.program.call import Allocation, ArrayRef, Call
 from nnmpi.backend.program.compare import Comparison
 from nnmpi.backend.program.plan import lifetimes, plan
 from nnmpi.backend.program.record import CallList
-from nnmpi.backend.program.tile import tile
 from nnmpi.base.errors import UsageError
 from nnmpi.base.picture import Bar, Picture
 from nnmpi.base.wings import Drawn
@@ -62,10 +61,10 @@ class StepProgram(Drawn):
         self._memory = np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
 
-    @cached_property
-    def calls(self) -> tuple[Call, ...]:
-        """The calls in blocks of rows, see `tile`; some recordings are never replayed."""
-        return tuple(tile(self._recorded.calls))
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The calls in their order."""
+        return self._recorded.calls
 
     @cached_property
     def _plan(self) -> tuple[dict[Allocation, int], int]:

@@ -26,9 +26,8 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, load
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import call
-from nnmpi.backend.sums import ROWS, slices
+from nnmpi.backend.sums import ELEMENTS, ROWS, slices
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient, pixel_rows
 
