@@ -22,7 +22,7 @@ from nnmpi.lab.render.collectives import compare as compare_collectives
 from nnmpi.lab.render.schedules import compare as compare_schedules
 from nnmpi.lab.schedule import main as schedule_command
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.schedules import SCHEDULES, named, usual_stages
+from nnmpi.schedule.schedules import SCHEDULES, named
 from nnmpi.schedule.simulate import Simulation, even_costs, simulate_schedule
 
 FILE = Path("mine.py")
@@ -86,7 +86,7 @@ def _show_schedule(ranks: int, asked: dict[str, Any]) -> tuple[str, str]:
         return simulate_schedule(one, costs, machine, lambda _: (SHOWN_BYTES,))
 
     data = compare_schedules(
-        {"yours": (own, 1)} | {name: (name, usual_stages(name)) for name in SCHEDULES},
+        {"yours": (own, 1)} | {name: (name, row.stages) for name, row in SCHEDULES.items()},
         "yours",
         ranks,
         microbatches,

@@ -296,8 +296,9 @@ class _Documented:
                 96,
                 initial_indent=" " * 4,
                 subsequent_indent=" " * 8,
+                break_on_hyphens=False,  # names
             )
-            for name, text in _field_docstrings(owner).items()
+            for name, text in _explained(owner).items()
         )
         return "\n".join([self.text, "", "Attributes:", *entries])
 
@@ -579,12 +580,26 @@ def kinds(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the one type.
 
     `Annotated[str, names]` is the type of a table's names: text to type checkers, which cannot read
-    the table, and here a Literal.
+    the table, and here a Literal. A `Glossary` behind the names explains them in the help.
     """
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return tuple(
-        Literal[item.__metadata__[0]] if get_origin(item) is Annotated else item for item in members
+        Literal[item.__metadata__[0]] if get_origin(item) is Annotated else item
+        for item in _members(hint)
     )
+
+
+class Glossary:
+    """What each name of a table stands for, for the help of options that take these names."""
+
+    def __init__(self, rows: Mapping[str, str]) -> None:
+        self.text = " ".join(f"{name}: {words}." for name, words in rows.items() if words)
+
+    def __repr__(self) -> str:
+        return "..."  # in a signature
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def describe(hint: Any) -> str:
@@ -933,7 +948,7 @@ def _help_on(
         lines += entry("--verbose", "Print an error's whole traceback.")
     for section in dict.fromkeys(option.section for option in shown):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
-        texts = _field_docstrings(section)
+        texts = _explained(section)
         for option in shown:
             if option.section is section:
                 text = " ".join((option.help or texts[option.name]).split())
@@ -991,6 +1006,16 @@ def _show_default(option: Option, text: str) -> str:
     if isinstance(value, bool):
         return f" (default: {'on' if value else 'off'})"
     return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+
+def _explained(section: type) -> dict[str, str]:
+    """Return {field: docstring}, followed by the glossaries of tables with its values."""
+    hints, texts = get_type_hints(section, include_extras=True), _field_docstrings(section)
+    for name in texts:
+        for item in _members(hints[name]):
+            for words in getattr(item, "__metadata__", ())[1:]:
+                texts[name] += f" {words.text}"
+    return texts
 
 
 def _field_docstrings(section: type) -> dict[str, str]:

@@ -27,7 +27,7 @@ from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import SegmentHome, lower, offload, shard_weights, split_stages
 from nnmpi.schedule.schedule import RECEIVES, Home, Instructions, Kind, Schedule, parts
-from nnmpi.schedule.schedules import INFERENCE, Generator, make
+from nnmpi.schedule.schedules import INFERENCE, Generator, make, row_of
 from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor
 
@@ -61,7 +61,7 @@ def executable(
     schedule = lower(split_stages(make(name, ranks, microbatches, virtual, home), counts))
     if zero > 1:
         schedule = shard_weights(schedule, gathers=zero > 2)
-    check(schedule, trains=name != INFERENCE)
+    check(schedule, trains=row_of(name).trains)
     return schedule
 
 

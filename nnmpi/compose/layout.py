@@ -7,7 +7,6 @@ the same fields as options: a field's docstring is its help.
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -22,21 +21,20 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
-from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule
+from nnmpi.schedule.schedule import Home, Instruction, Schedule, around
 from nnmpi.schedule.schedules import (
-    INFERENCE,
-    INTERLEAVED,
     PipelineName,
-    home_of,
+    example_of,
+    in_words,
     make,
     named,
-    usual_stages,
+    row_of,
+    with_any_stages,
 )
 
 FAST: Final = "fast"
 FIXED: Final = "fixed"
 LEAST: Final = "least"
-PIPEDREAM = "pipedream"
 
 Degree: TypeAlias = int | Literal["auto"]
 Precision: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
@@ -90,13 +88,12 @@ class Layout(Drawn, Degrees):
     _former = MappingProxyType({"schedule": "pipeline"})
 
     pipeline: PipelineName | Callable[[int, int, int], Sequence[Instruction]] = "1f1b"
-    """Pipeline schedule. zb-v, v-half and v-min have two stages per rank. pipedream updates after
-    every microbatch, with stale weights. Or a function (rank, ranks, microbatches) of your own that
-    returns the rank's instructions, which are checked before they run; they alone say which stages
-    a rank has and when it updates.
+    """Pipeline schedule. Or a function (rank, ranks, microbatches) of your own that returns the
+    rank's instructions, which are checked before they run; they alone say which stages a rank has
+    and when it updates.
     """
     virtual_stages: int = 1
-    """With `pipeline` interleaved: stages per rank; 2 if left at 1."""
+    """Stages per rank, of a schedule that leaves them open; 1 stands for its default."""
     split: Literal["auto"] | Sequence[int] = AUTO
     """Layers in each pipeline stage, such as 5,4,3, which makes the bits repeatable. auto: balance
     measured times.
@@ -139,8 +136,7 @@ class Layout(Drawn, Degrees):
 
     def __post_init__(self) -> None:
         """Check the options, as far as that needs no model and no ranks."""
-        if named(self.pipeline) != INFERENCE:
-            object.__setattr__(self, "pipeline", named(self.pipeline))
+        object.__setattr__(self, "pipeline", named(self.pipeline))
         super().__post_init__()
         check_numbers(self, "virtual_stages split memory_limit activation_memory unit_bytes", 1)
         check_numbers(self, "state_arrays", 0)
@@ -151,11 +147,11 @@ class Layout(Drawn, Degrees):
         )
         usual = self._usual_stages
         require(
-            self.pipeline == INTERLEAVED
+            self.virtual_stages in (1, usual)
             or is_custom(self.pipeline)
-            or self.virtual_stages in (1, usual),
-            f"{as_given(self, 'virtual_stages')} is for {spelled(self, 'pipeline')} {INTERLEAVED};"
-            f" {name_of(self.pipeline)} has {'one' if usual == 1 else 'two'} per rank",
+            or row_of(self.pipeline).any_stages,
+            f"{as_given(self, 'virtual_stages')} is for {spelled(self, 'pipeline')}"
+            f" {with_any_stages()}; {name_of(self.pipeline)} has {in_words(usual)} per rank",
         )
         require(
             self.zero in (0, *STAGES),
@@ -222,8 +218,13 @@ class Layout(Drawn, Degrees):
 
     @cached_property
     def _example(self) -> Schedule | None:
-        """A user's schedule for these ranks; None for a name, or if it does not suit them."""
-        if not callable(self.pipeline) or self.pp == 1:
+        """A schedule as the layout's: for a name on two ranks, for a user's function on these.
+
+        None if a function does not suit them, and for one that a command has yet to load.
+        """
+        if not callable(self.pipeline):
+            return None if is_custom(self.pipeline) else example_of(self.pipeline)
+        if self.pp == 1:
             return None
         ranks = 2 if self.pp == AUTO else self.pp
         try:
@@ -233,7 +234,7 @@ class Layout(Drawn, Degrees):
 
     @property
     def _usual_stages(self) -> int:
-        return usual_stages(self.pipeline) if self._example is None else self._example.virtual
+        return 1 if self._example is None else self._example.virtual
 
     @property
     def stages_per_rank(self) -> int:
@@ -243,15 +244,12 @@ class Layout(Drawn, Degrees):
     @property
     def asynchronous(self) -> bool:
         """True if weights are updated after every microbatch, without a flush (pipedream)."""
-        if self._example is None:
-            return self.pipeline == PIPEDREAM
-        items = chain.from_iterable(map(self._example.instructions, range(self._example.ranks)))
-        return any(item.kind is Kind.STEP and item.microbatch is not None for item in items)
+        return self._example is not None and self._example.asynchronous
 
     @property
     def home(self) -> Home:
         """The function (stage, ranks) -> pipeline rank that holds the stage."""
-        return home_of(self.pipeline) if self._example is None else self._example.home
+        return around if self._example is None else self._example.home
 
     @property
     def limits_activations(self) -> bool:

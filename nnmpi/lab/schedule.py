@@ -26,7 +26,7 @@ from nnmpi.lab.render.schedules import compare, describe, picture, programs, ren
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower, offload, shard_weights, split_stages
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.schedules import SCHEDULES, make, named, usual_stages
+from nnmpi.schedule.schedules import SCHEDULES, make, named, row_of
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
 
 PROGRAM = "nnmpi schedule"
@@ -43,7 +43,7 @@ class ScheduleConfig:
     microbatches: int
     """Microbatches per step."""
     virtual_stages: int | None = None
-    """Stages per rank (default: 1; interleaved 2)."""
+    """Stages per rank, of a schedule that leaves them open (default: its usual number)."""
     segments: int = 1
     """Segments of each stage: what ZeRO gathers and sums at once."""
     zero: int = 0
@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> str:
     (options,) = read_command("", PROGRAM, __doc__ or "", (ScheduleConfig,), words)
     name = named(load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)"))
     check_figure(options.svg)
-    virtual = options.virtual_stages or usual_stages(name)
+    virtual = options.virtual_stages or row_of(name).stages
     stages, microbatches = options.stages, options.microbatches
     work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
     announce(work, 2.5e-4 * stages * virtual * microbatches)
@@ -136,7 +136,7 @@ def main(words: Sequence[str]) -> str:
             about += f", by {options.network} and {format_bytes(options.bytes)}"
         picture(schedule, result, about).save(options.svg)
     if options.html:
-        beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
+        beside = {item: (item, row.stages) for item, row in SCHEDULES.items()}
         animations = compare(
             beside | {schedule.name: (name, virtual)},
             schedule.name,

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from nnmpi.base.wings import Drawn
@@ -222,6 +223,12 @@ class Schedule(Drawn):
     def trains(self) -> bool:
         """Whether there are backward passes."""
         return not self.kinds.isdisjoint(BACKWARD)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages update after every microbatch, without a flush."""
+        items = chain.from_iterable(map(self.instructions, range(self.ranks)))
+        return any(item.kind is Kind.STEP and item.microbatch is not None for item in items)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage."""

@@ -2,13 +2,16 @@
 
 S is the number of stages, M the number of microbatches; costs hold for stages and microbatches of
 equal cost. `nnmpi schedule` draws the pictures. To add a schedule, write its generator
-here and add its name to `SCHEDULES`: the options, the planner and the tests then know it.
+here and its row in `SCHEDULES`: the options, their help, the planner and the tests read the row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain, zip_longest
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+from nnmpi.base.command import Glossary
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError, UsageError, check_int
 from nnmpi.base.shard import split
@@ -236,26 +239,70 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Instructions:
     return tuple(fastest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 
 
-# schedules for any number of stages on a rank; this number is their further argument
-INTERLEAVED, INFERENCE = "interleaved", "inference"
-TURNING: Final = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
+@dataclass(frozen=True)
+class NamedSchedule:
+    """What the name of a schedule stands for; all that lists or compares schedules reads these.
 
-SCHEDULES: Mapping[str, Callable[..., Instructions]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    INTERLEAVED: interleaved,
-    "zero-bubble": zero_bubble,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    INFERENCE: inference,
-    "pipedream": pipedream,
+    Attributes:
+        rule: (rank, ranks, microbatches) -> the rank's computation. The stages per rank follow with
+            `any_stages`, and the map from stages to ranks where `home` is None.
+        help: what it is, in a few words, for the help of options.
+        stages: how many a rank has, by default if others are possible.
+        any_stages: whether a rank may have any number of stages.
+        home: the map from stages to ranks; None for the caller's.
+        trains: whether there are backward passes.
+        planned: the numbers of stages per rank with which the planner tries it; None for `stages`.
+    """
+
+    rule: Callable[..., Sequence[Instruction]]
+    help: str = ""
+    stages: int = 1
+    any_stages: bool = False
+    home: Home | None = around
+    trains: bool = True
+    planned: tuple[int, ...] | None = None
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """The numbers of stages per rank with which the planner tries it."""
+        return (self.stages,) if self.planned is None else self.planned
+
+
+def _turning(rule: Callable[..., Instructions], words: str) -> NamedSchedule:
+    """Return a row of two stages on a rank, there and back."""
+    return NamedSchedule(rule, f"two stages per rank in V order, {words}", 2, home=there_and_back)
+
+
+INFERENCE = "inference"  # of evaluations
+
+SCHEDULES: Mapping[str, NamedSchedule] = {
+    # the planner leaves it out: its stages run one after another, so it is never faster than GPipe
+    "naive": NamedSchedule(naive, "one microbatch at a time", planned=()),
+    "gpipe": NamedSchedule(gpipe, "all forward passes, then all backward passes"),
+    "1f1b": NamedSchedule(
+        one_f_one_b, "each backward pass as early as possible, with fewer activations than gpipe"
+    ),
+    "interleaved": NamedSchedule(
+        interleaved, "1f1b with several stages per rank", 2, any_stages=True, planned=(2, 4)
+    ),
+    "zero-bubble": NamedSchedule(zero_bubble, "the second half of backward passes fills gaps"),
+    "zb-v": _turning(zb_v, "the smallest bubble"),
+    "v-half": _turning(v_half, "half of the activations"),
+    "v-min": _turning(v_min, "a third of the activations"),
+    INFERENCE: NamedSchedule(
+        inference, "forward passes only", any_stages=True, home=None, trains=False, planned=()
+    ),
+    # the planner leaves it out: it gives other results than one rank
+    "pipedream": NamedSchedule(
+        pipedream, "updates after every microbatch, with stale weights", planned=()
+    ),
 }
-"""By name: (rank, ranks, microbatches) -> the rank's computation."""
+"""The schedules by name."""
 
-TRAINING = tuple(name for name in SCHEDULES if name != INFERENCE)
-PipelineName: TypeAlias = Annotated[str, TRAINING]
+TRAINING = tuple(name for name, row in SCHEDULES.items() if row.trains)
+PipelineName: TypeAlias = Annotated[
+    str, TRAINING, Glossary({name: SCHEDULES[name].help for name in TRAINING})
+]
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 """A name, or a user's function (rank, ranks, microbatches) -> the rank's computation."""
@@ -263,22 +310,46 @@ Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 
 def named(schedule: Generator) -> Generator:
     """Return the name of one of this package's functions; any other schedule as it is."""
-    names = [name for name, rule in SCHEDULES.items() if rule is schedule]
+    names = [name for name, row in SCHEDULES.items() if row.rule is schedule]
     return names[0] if names else schedule
 
 
-def usual_stages(name: Generator) -> int:
-    """Return the default number of stages on a rank in this schedule."""
-    return 2 if name in (INTERLEAVED, *TURNING) else 1
+def row_of(schedule: Generator) -> NamedSchedule:
+    """Return the row of a name; of a user's function one without particulars.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    schedule = named(schedule)
+    if not isinstance(schedule, str):
+        return NamedSchedule(schedule)
+    if schedule not in SCHEDULES:
+        raise UsageError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule]
 
 
-def home_of(name: Generator) -> Home:
-    """Return this schedule's map from stages to ranks."""
-    return there_and_back if name in TURNING else around
+def in_words(stages: int) -> str:
+    """Return a number of stages as text."""
+    return {1: "one stage", 2: "two stages"}.get(stages, f"{stages} stages")
+
+
+def with_any_stages() -> str:
+    """Return the names of the schedules to train with of which a rank may have several stages."""
+    return " or ".join(name for name in TRAINING if SCHEDULES[name].any_stages)
+
+
+@cache
+def example_of(name: str) -> Schedule:
+    """Return a schedule by name for two ranks, which shows what its instructions do."""
+    return make(name, ranks=2, microbatches=4)
 
 
 def make(
-    name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None
+    name: Generator,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None = None,
+    home: Home | None = None,
 ) -> Schedule:
     """Return a schedule, computation only; `lower` adds the rest.
 
@@ -287,9 +358,8 @@ def make(
             rank has, and whether they go around or there and back.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank, for names; any number for "interleaved" and "inference", 2 for
-            `TURNING`, 1 for all others.
-        home: the rank of each stage in "inference"; the other schedules define their own.
+        virtual: stages per rank, for names; None for the row's.
+        home: the rank of each stage, for a row that leaves it open, as that of "inference" does.
 
     Raises:
         UsageError: for an unknown name, or numbers that the schedule does not support.
@@ -299,27 +369,27 @@ def make(
         >>> [" ".join(map(str, program)) for program in schedule.programs]
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
     """
-    name, more = named(name), tuple[Any, ...]()
+    name, row = named(name), row_of(name)
+    virtual = row.stages if virtual is None else virtual
     for noun, number in (
         ("ranks", ranks),
         ("microbatches", microbatches),
         ("virtual stages per rank", virtual),
     ):
         check_int(f"a schedule's number of {noun}", number)
-    home = home or home_of(name)
-    if isinstance(name, str):
-        if name not in SCHEDULES:
-            raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
-        more = {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())
-        if not more and virtual != usual_stages(name):
-            local = "two stages" if usual_stages(name) > 1 else "one stage"
-            raise UsageError(
-                f"{name_of(name)} has {local} on each rank, not {virtual}; for several choose"
-                f" {INTERLEAVED}"
-            )
-    rule = SCHEDULES[name] if isinstance(name, str) else name
+    if isinstance(name, str) and not row.any_stages and virtual != row.stages:
+        raise UsageError(
+            f"{name} has {in_words(row.stages)} on each rank, not {virtual}; for several choose"
+            f" {with_any_stages()}"
+        )
+    home = home or row.home or around
+    more: list[Any] = []
+    if row.any_stages:
+        more.append(virtual)
+    if row.home is None:
+        more.append(home)
     programs = tuple(
-        call_user(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
+        call_user(row.rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
     if callable(name):
         virtual, home = _stages(programs)

@@ -305,7 +305,7 @@ def test_a_batch_norm_in_two_stages_is_refused(group):
         ({"virtual_stages": 0}, "virtual_stages is 0; give a whole number, 1 or more"),
         (
             {"virtual_stages": 2},
-            "virtual_stages 2 is for pipeline interleaved; 1f1b has one per rank",
+            "virtual_stages 2 is for pipeline interleaved; 1f1b has one stage per rank",
         ),
         ({"split": (3, 0)}, "split is 3,0; give whole numbers, 1 or more"),
         ({"split": "5,4"}, "split is '5,4'; it must be \"auto\" or a list of whole numbers"),

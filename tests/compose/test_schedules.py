@@ -7,23 +7,22 @@ import pytest
 
 import nnmpi
 from nnmpi import Layout, data, models
-from nnmpi.base.errors import ScheduleError
+from nnmpi.base.errors import HelpAsked, ScheduleError
 from nnmpi.lab.verify import main as verify
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import Kind
+from nnmpi.train.cli import parse
 from tests.harness.refusals import caught, refuses, usage_error
 from tests.worker_options import arranged
 
-TRAINING = ["gpipe", "1f1b", "zero-bubble", "v-half", "pipedream"]
+SPLITS = {1: (3, 3), 2: (2, 1, 1, 2)}  # of six layers over two ranks, by stages on each
 
 
 def losses(group, schedule, microbatches=4):
     """Return a few steps' losses."""
-    layout = Layout(
-        pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
-    )
+    layout = Layout(pp=2, pipeline=schedule, split=SPLITS[stages(schedule)])
     worker = arranged(models.mlp((6,), 3, hidden=[8, 8]), group, layout, lr=0.5)
     where = worker.arrangement
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("f")
@@ -38,25 +37,50 @@ def stages(schedule):
 
 def copied(name):
     """Return a user's function with the instructions of one of the package's."""
-    more = (2,) if name == "interleaved" else ()
-    return lambda rank, ranks, microbatches: list(
-        schedules.SCHEDULES[name](rank, ranks, microbatches, *more)
-    )
+    row = schedules.SCHEDULES[name]
+    more = (row.stages,) if row.any_stages else ()
+    return lambda rank, ranks, microbatches: list(row.rule(rank, ranks, microbatches, *more))
 
 
 ON_2 = pytest.mark.simulated(min_size=2, max_size=2)
 
 
 @ON_2
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", schedules.TRAINING)
 def test_a_function_is_what_its_instructions_are(group, name):
     """The package's own as functions, and copies of them by a user, behave as the names do."""
     right = losses(group, name)
-    assert losses(group, schedules.SCHEDULES[name]) == right
+    assert losses(group, schedules.SCHEDULES[name].rule) == right
     assert losses(group, copied(name)) == right
     layout = Layout(pp=2, pipeline=copied(name))
-    assert layout.asynchronous == (name == "pipedream")
+    assert layout.asynchronous == Layout(pp=2, pipeline=name).asynchronous
     assert layout.home is Layout(pp=2, pipeline=name).home
+
+
+def test_who_updates_without_a_flush():
+    assert Layout(pp=2, pipeline="pipedream").asynchronous
+    assert not Layout(pp=2, pipeline="1f1b").asynchronous
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_a_row_says_what_its_instructions_are(name):
+    """Planner, help and layouts read the row, so each has its words and true facts."""
+    row, made = schedules.SCHEDULES[name], schedules.example_of(name)
+    assert row.help and not row.help.endswith(".")
+    assert (made.virtual, made.trains) == (row.stages, row.trains)
+    assert row.home in (made.home, None)
+    tried = {schedules.make(name, 3, 6, stages).virtual for stages in row.tried}
+    assert tried == {*row.tried}
+    assert row.trains and not made.asynchronous or not row.tried, "the planner compares equal runs"
+
+
+def test_help_explains_every_schedule():
+    with pytest.raises(HelpAsked) as asked:
+        parse(["--help", "pipeline"])
+    text = " ".join(str(asked.value).split())
+    for name in schedules.TRAINING:
+        assert f" {name}: {schedules.SCHEDULES[name].help}." in text
+        assert f"{name}: {schedules.SCHEDULES[name].help}." in " ".join(Layout.__doc__.split())
 
 
 def test_interleaved_is_interleaved():

@@ -23,10 +23,11 @@ from itertools import product
 from nnmpi import Layout, models
 from nnmpi.comm.algorithms.registry import AUTO, NAMES
 from nnmpi.nn.chain import open_chain
-from nnmpi.schedule.schedules import usual_stages
+from nnmpi.schedule.schedules import SCHEDULES as EVERY
 from tests.equivalence.reference import Setup, digits
 
 WORLDS = (1, 2, 3, 4, 6, 8)
+# as many as make the square; `test_schedules` has all others
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 MEMORIES = (None, "least")
 ALGORITHMS = [name for name in NAMES if name != AUTO]
@@ -108,11 +109,11 @@ def uneven(setup, stages):
 def spread(setup, mesh, schedule, **options):
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
-    Ranks have two stages each under the interleaved schedule, or three where there are two ranks;
-    where the model is too short for that, the schedule is 1F1B.
+    Ranks have the schedule's usual number of stages, or three if it takes any and there are two
+    ranks; where the model is too short for that, the schedule is 1F1B.
     """
-    virtual = usual_stages(schedule) if mesh[1] > 1 else 1
-    if schedule == "interleaved" and mesh[1] == 2:
+    virtual = EVERY[schedule].stages if mesh[1] > 1 else 1
+    if EVERY[schedule].any_stages and mesh[1] == 2:
         virtual = 3
     if mesh[1] * virtual > layers(setup):
         virtual, schedule = 1, "1f1b"

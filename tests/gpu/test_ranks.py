@@ -15,6 +15,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import NAMES, SHARED
 from nnmpi.compose.replayed import Replay
 from nnmpi.data import Dataset, Loader
+from nnmpi.schedule.schedules import TRAINING
 from tests.asynchronous.runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small
@@ -30,12 +31,8 @@ LIMITS = {FLOAT64: 1e-9, FLOAT32: 1e-3, FP16: 3e-2, BF16: 1e-1}
 MIXES = {
     # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the
     # layout
-    "pp naive": ((1, 0, 1), {"schedule": "naive"}),
-    "pp gpipe": ((1, 0, 1), {"schedule": "gpipe"}),
+    **{f"pp {name}": ((1, 0, 1), {"schedule": name}) for name in TRAINING},
     "pp 1f1b": ((1, 0, 1), {"schedule": "1f1b", "activation_memory": "least"}),
-    "pp interleaved": ((1, 0, 1), {"schedule": "interleaved"}),
-    "pp zero-bubble": ((1, 0, 1), {"schedule": "zero-bubble"}),
-    "pp pipedream": ((1, 0, 1), {"schedule": "pipedream"}),
     "tp": ((1, 1, 0), {}),
     "dp fixed": ((0, 1, 1), {"reduction": "fixed"}),
     "dp x pp": ((0, 2, 1), {"schedule": "1f1b"}),

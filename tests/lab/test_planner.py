@@ -36,7 +36,8 @@ from nnmpi.lab.planner.profile import Workload, find_profile, ready, shares_of
 from nnmpi.memory.ledger import GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
-from nnmpi.schedule.schedules import TURNING, usual_stages
+from nnmpi.schedule.schedule import there_and_back
+from nnmpi.schedule.schedules import SCHEDULES
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
@@ -213,14 +214,14 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take():
 @pytest.mark.parametrize(
     "name, dp, pp, microbatches, per_node",
     [("gpipe", 1, 3, 7, 1), ("1f1b", 1, 4, 7, 1), ("interleaved", 1, 3, 6, 1)]
-    + [(name, 1, 3, 5, 1) for name in TURNING]
+    + [(name, 1, 3, 5, 1) for name, row in SCHEDULES.items() if row.home is there_and_back]
     + [("1f1b", 2, 2, 5, 2), ("zero-bubble", 4, 2, 4, 3)],  # replicas begin in the middle of a node
 )
 def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     name, dp, pp, microbatches, per_node
 ):
     """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
-    one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
+    one = Candidate(dp, pp, 1, 1, 0, name, SCHEDULES[name].stages, microbatches)
     stages, rows = pp * one.virtual_stages, 19
     batch = rows * microbatches * dp
     table = Dataset("table", np.ones((batch, 16), np.float32), np.zeros(batch, np.int64), 16)

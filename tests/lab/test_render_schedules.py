@@ -11,18 +11,15 @@ import pytest
 from nnmpi.base.errors import ScheduleError
 from nnmpi.lab.render.schedules import render
 from nnmpi.lab.schedule import main
-from nnmpi.schedule import schedules
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.schedule import COMPUTE
 from nnmpi.schedule.schedules import SCHEDULES, make
 from tests.schedule.every import KINDS, lowered
 
-FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one_f_one_b"}
-
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_the_docstring_is_what_the_command_prints(name):
-    text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
+    text = inspect.getdoc(SCHEDULES[name].rule) or ""
     command, grid = re.search(r"^ *nnmpi schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE).groups()
     assert f"--pipeline {name} " in command
     printed = main(command.split()).split("\n\n")

@@ -7,12 +7,13 @@ from functools import cache
 from hypothesis import strategies as st
 
 from nnmpi.schedule.lower import lower, shard_weights, split_stages
-from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make, usual_stages
+from nnmpi.schedule.schedules import SCHEDULES, make
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
-SEVERAL = (INTERLEAVED, INFERENCE)  # that can have several stages on a rank
 KINDS = [
-    (name, v) for name in SCHEDULES for v in (VIRTUAL if name in SEVERAL else (usual_stages(name),))
+    (name, virtual)
+    for name, row in SCHEDULES.items()
+    for virtual in (VIRTUAL if row.any_stages else (row.stages,))
 ]
 
 numbers = st.tuples(st.sampled_from(RANKS), st.sampled_from(MICROBATCHES))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from nnmpi.schedule.check import check
 from nnmpi.schedule.schedule import Kind
-from nnmpi.schedule.schedules import make
+from nnmpi.schedule.schedules import SCHEDULES, make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from tests.schedule.every import KINDS, RANKS, lowered, numbers
 
@@ -50,6 +50,19 @@ PEAKS = {
 }
 
 
+# Of ranks: the most activations, and between which forwards of a stage all ranks' gaps are.
+THERE_AND_BACK = {
+    "zb-v": (lambda r: 2 * r, lambda r: (r - 1, r - 1)),
+    "v-half": (lambda r: min(r + 2, 2 * r), lambda r: (r - 1, 3 * (r - 1))),
+    "v-min": (lambda r: 2 * ((r + 4) // 3), lambda r: (r - 1, 4 * (r - 1))),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_promises_how_many_activations_it_keeps(name):
+    assert name in PEAKS or name in THERE_AND_BACK, f"state in PEAKS what {name} keeps"
+
+
 @pytest.mark.parametrize(
     "name, virtual",
     [(name, v) for name, v in KINDS if name in PEAKS and (name, v) != ("interleaved", 1)],
@@ -59,31 +72,23 @@ PEAKS = {
 def test_bubbles_activations_and_messages(name, virtual, number):
     ranks, microbatches = number
     simulation = found(name, *number, virtual)
-    work_s = microbatches if name == "inference" else 3 * microbatches
+    work_s = 3 * microbatches if SCHEDULES[name].trains else microbatches
     if name in MAKESPANS:
         assert simulation.makespan_s == pytest.approx(MAKESPANS[name](*number, virtual))
         assert simulation.bubble == pytest.approx(1 - work_s / simulation.makespan_s)
     assert simulation.peak_activations == tuple(
         PEAKS[name](*number, virtual, rank) for rank in range(ranks)
     )
-    ways = 1 if name == "inference" else 2
+    ways = 2 if SCHEDULES[name].trains else 1
     assert simulation.messages == (ways * (virtual * ranks - 1) * microbatches if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize(
-    "name, most, bubble",
-    [
-        ("zb-v", lambda r: 2 * r, lambda r: (r - 1, r - 1)),
-        ("v-half", lambda r: min(r + 2, 2 * r), lambda r: (r - 1, 3 * (r - 1))),
-        ("v-min", lambda r: 2 * ((r + 4) // 3), lambda r: (r - 1, 4 * (r - 1))),
-    ],
-)
-def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promised(
-    name, most, bubble
-):
+@pytest.mark.parametrize("name", THERE_AND_BACK)
+def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promised(name):
     """In forwards of a stage; 1F1B keeps 2 r activations on its first rank, and waits for 6 (r - 1)
     of them.
     """
+    most, bubble = THERE_AND_BACK[name]
     for ranks in RANKS:
         for microbatches in (ranks, ranks + 1, 3 * ranks + 1):
             schedule = lowered(name, ranks, microbatches, 2)
@@ -103,7 +108,7 @@ def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promis
 
 def test_interleaved_with_one_stage_a_rank_is_1f1b():
     for ranks in RANKS:
-        assert make("interleaved", ranks, 5).programs == make("1f1b", ranks, 5).programs
+        assert make("interleaved", ranks, 5, 1).programs == make("1f1b", ranks, 5).programs
 
 
 def test_gpipe_goes_back_with_the_last_microbatch_first():

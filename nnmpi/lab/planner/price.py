@@ -19,8 +19,8 @@ impossible ones are counted by reason:
         x  pipeline, virtual stages, microbatches
         x  all activations, or as few as possible
 
-Gradients are summed as by `--allreduce auto`. Two schedules are left out. Naive is never faster
-than GPipe: its stages run one after another. PipeDream gives other results than one rank.
+Gradients are summed as by `--allreduce auto`. Which schedules are tried, with how many stages per
+rank, is said by their rows in `schedule.schedules`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.executor import SERIAL, executable
-from nnmpi.compose.layout import PIPEDREAM, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
@@ -65,14 +65,7 @@ from nnmpi.parallel.zero.storage import (
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, stages_of
-from nnmpi.schedule.schedules import (
-    INTERLEAVED,
-    TRAINING,
-    PipelineName,
-    home_of,
-    make,
-    usual_stages,
-)
+from nnmpi.schedule.schedules import SCHEDULES, PipelineName, example_of, make
 from nnmpi.schedule.simulate import Costs, Lengths, simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
@@ -80,16 +73,13 @@ NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange 
 END_S = 25e-6  # processor time of a pipeline's message at each end, unless measured
 # Pipelines that are measured, with their stages per rank: without W, with it, and with 4 messages
 # more for each rank.
-WHOLE, HALVED, SENDING = MEASURED = ("gpipe", 1), ("zero-bubble", 1), (INTERLEAVED, 2)
+WHOLE, HALVED, SENDING = MEASURED = ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
 PlannedExchange: TypeAlias = tuple[str, Sequence[Sequence[int]], int, float]
 """A collective in some groups at once: operation, groups, bytes, and how often."""
-PIPELINES = (
-    *((name, usual_stages(name)) for name in TRAINING if name not in ("naive", PIPEDREAM)),
-    (INTERLEAVED, 4),
-)
+PIPELINES = tuple((name, stages) for name, row in SCHEDULES.items() for stages in row.tried)
 MICROBATCHES = (1, 2, 4, 8)  # per rank of a pipeline
 Refusals: TypeAlias = Counter[str]
 """{reason: number of impossible layouts}."""
@@ -138,7 +128,7 @@ class Candidate:
     @property
     def division(self) -> Division:
         """How the ranks of a replica divide the model."""
-        return self.tp, self.pp, self.virtual_stages, home_of(self.pipeline)
+        return self.tp, self.pp, self.virtual_stages, example_of(self.pipeline).home
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -749,7 +739,7 @@ class Pricer:
             one.pp,
             one.microbatches,
             one.virtual_stages,
-            home_of(one.pipeline),
+            example_of(one.pipeline).home,
             counts,
             zero,
         )
