@@ -79,7 +79,7 @@ def test_help_explains_every_schedule():
         parse(["--help", "pipeline"])
     text = " ".join(str(asked.value).split())
     for name in schedules.TRAINING:
-        assert f" {name}: {schedules.SCHEDULES[name].help}." in text
+        assert f" {name}: {schedules.SCHEDULES[name].help}" in text
         assert f"{name}: {schedules.SCHEDULES[name].help}." in " ".join(Layout.__doc__.split())
 
 
