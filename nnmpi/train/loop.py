@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,11 +27,13 @@ from inspect import signature
 from math import isfinite, isnan, nan
 from shlex import quote
 from types import FrameType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 import nnmpi.base.clock as clock
+from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
 from nnmpi.base.command import Console, as_words
 from nnmpi.base.custom import Custom, load_custom
 from nnmpi.base.errors import (
@@ -173,17 +175,19 @@ class Loop:
         self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder
     ) -> None:
         self.state = state
-        self._run, self._trainer, self.reporter = run, run.trainer, reporter
+        self.reporter = reporter
         self.report = Totals()
-        self._recorder, self.stopped = recorder, ""
+        self.stopped = ""
+        self._run, self._trainer = run, run.trainer
+        self._recorder = recorder
         self._signals = StopSignals()
+        self._tracer = Tracer(run, reporter.say)
+        self._saver = Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
         self._saved_step = state.step
         self._started = clock.now()
-        self._began = self._started - state.elapsed_s
-        self._saver = Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
+        self._began = self._started - state.elapsed_s  # as if the run had never been interrupted
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
-        self._tracer = Tracer(run, reporter.say)
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
         self._lose_patience()  # a resumed run may have none left
@@ -197,46 +201,57 @@ class Loop:
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last complete step.
         """
-        trainer, run = self._trainer, self._run
         with self._signals, self._saver:
             try:
                 while not self._finished:
-                    state, stop = self.state, self._stop_at()
-                    with self._tracer.steps(stop - state.batch):
-                        report = trainer.run(
-                            run.inputs.train_loader,
-                            state.epoch,
-                            state.batch,
-                            stop,
-                            state.step,
-                            run.schedule,
-                            self._note,
-                            self._signals.noted,
-                        )
-                    if not trainer.in_step or state.step + report.batches == run.extent.stop:
-                        self._log()
-                    state.add(report.totals)
-                    self._reports = 0
-                    if report.batches and not trainer.in_step:
-                        self.reporter.segment(self.state, report)
-                    self._end_segment(report.signal)
-                self._tracer.finish()
-                self.reporter.say([*trainer.summary(), *trainer.memory()])
-                self.report = self._evaluate()
-                ends = self.stopped or self.state.step == run.extent.steps
-                if run.config.run.keeps_best and ends:  # the run, and not at --stop-after
-                    before, self.state = self.state, self._with_best(self.report)
-                    if self.state != before:
-                        self._saved_step = -1  # save again: the checkpoint says which is the best
-                self._save()
-                self._saver.wait()
+                    self._train_segment()
+                self._end_training()
             except KeyboardInterrupt:  # a second SIGINT: end without waiting for the other ranks
                 raise Stopped(
                     f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT
                 ) from None
         self.reporter.evaluation("test", self._on_time(), self.report)
-        if not trainer.in_step:
+        if not self._trainer.in_step:
             self.reporter.whole_run(self.state)
+
+    def _train_segment(self) -> None:
+        """Train to the end of the next segment, and do what is due there. Collective."""
+        trainer, run, state = self._trainer, self._run, self.state
+        stop = self._stop_at()
+        with self._tracer.steps(stop - state.batch):
+            report = trainer.run(
+                run.inputs.train_loader,
+                state.epoch,
+                state.batch,
+                stop,
+                state.step,
+                run.schedule,
+                self._note,
+                self._signals.noted,
+            )
+        is_last = state.step + report.batches == run.extent.stop
+        if is_last or not trainer.in_step:
+            self._log()
+        state.add(report.totals)
+        self._reports = 0
+        if report.batches and not trainer.in_step:
+            self.reporter.segment(state, report)
+        self._end_segment(report.signal)
+
+    def _end_training(self) -> None:
+        """Evaluate the final weights on the test data, and save them. Collective."""
+        run = self._run
+        self._tracer.finish()
+        self.reporter.say([*self._trainer.summary(), *self._trainer.memory()])
+        self.report = self._evaluate()
+        is_whole_run = self.stopped or self.state.step == run.extent.steps  # else: --stop-after
+        if run.config.run.keeps_best and is_whole_run:
+            with_best = self._with_best(self.report)
+            if with_best != self.state:
+                self._saved_step = -1  # save again: the checkpoint says which is the best
+            self.state = with_best
+        self._save()
+        self._saver.wait()
 
     @property
     def _finished(self) -> bool:
@@ -318,36 +333,53 @@ class Loop:
         Raises:
             Stopped: with a checkpoint of the last complete step.
         """
-        options, ended = self._run.config.run, self.state.batch == self._run.extent.train_batches
-        report = None
-        if is_due(self.state.step, options.eval_every.steps) or (
-            ended and is_due(self.state.epoch + 1, options.eval_every.epochs)
-        ):
-            report = self._evaluate()
-            self.reporter.evaluation("eval", self._on_time(), report)
-            self.state = self._with_best(report)
-            self._lose_patience()
-        if options.callback and self._run.group.share(self._recorder.asks_to_stop):
+        ends_epoch = self.state.batch == self._run.extent.train_batches
+        report = self._evaluate_if_due(ends_epoch)
+        if self._run.config.run.callback and self._run.group.share(self._recorder.asks_to_stop):
             self.stopped, number = "as --callback asked", 0
-        if ended or self._finished:  # a run may end within an epoch
+        if ends_epoch or self._finished:  # a run may end within an epoch
             self._end_epoch(report)
         elif report:
             self.reporter.between(self.state, report)
-        best = options.keeps_best and report is not None and self.state.best_step == self.state.step
-        if best or self._is_saving_due(ended):
+        if self._is_kept(report) or self._is_saving_due(ends_epoch):
             self._save()
+        self._obey(number)
+
+    def _evaluate_if_due(self, ends_epoch: bool) -> Totals | None:
+        """Return the evaluation after this segment; None if none is due. Collective."""
+        every = self._run.config.run.eval_every
+        is_epoch_due = ends_epoch and is_due(self.state.epoch + 1, every.epochs)
+        if not is_epoch_due and not is_due(self.state.step, every.steps):
+            return None
+        report = self._evaluate()
+        self.reporter.evaluation("eval", self._on_time(), report)
+        self.state = self._with_best(report)
+        self._lose_patience()
+        return report
+
+    def _is_kept(self, report: Totals | None) -> bool:
+        """Return whether these weights are kept as the best so far, by this evaluation of them."""
+        is_best = report is not None and self.state.best_step == self.state.step
+        return is_best and self._run.config.run.keeps_best
+
+    def _obey(self, number: int) -> None:
+        """Save for a signal, and stop unless it was SIGCONT. Collective.
+
+        Raises:
+            Stopped: with a checkpoint of the last complete step.
+        """
         if number and not self._finished:
             self._save()
             self._saver.wait()
+            if number != WOKEN:
+                self._tracer.finish()
+                raise Stopped(
+                    f"stopped by {signal.Signals(number).name} after step {self.state.step};"
+                    f" {self._how_to_resume()}",
+                    number,
+                )
         if number == WOKEN:
             self._signals.forget_waking()
-        elif number and not self._finished:
-            self._tracer.finish()
-            raise Stopped(
-                f"stopped by {signal.Signals(number).name} after step {self.state.step};"
-                f" {self._how_to_resume()}",
-                number,
-            )
 
     def _end_epoch(self, report: Totals | None) -> None:
         """Report the epoch, with its evaluation if there was one. Collective."""
@@ -375,14 +407,14 @@ class Loop:
         names = (*PARTS, "wall_s", "hidden_s")
         by_rank = group.gather_floats([getattr(totals, name) for name in names])
         means = dict(zip(names, by_rank.mean(axis=0).tolist(), strict=True))
-        text, computing_s = f"; mean over {group.size} ranks", by_rank[:, names.index("compute_s")]
+        text = f"; mean over {group.size} ranks"
         if self._trainer.in_step:
-            slowest = computing_s.argmax()
-            least_ms, most_ms = (
-                1e3 * totals.per_step(seconds) for seconds in (computing_s.min(), computing_s.max())
-            )
-            if f"{least_ms:.2f}" != f"{most_ms:.2f}":
-                text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
+            computing_s = by_rank[:, names.index("compute_s")]
+            least_ms = f"{1e3 * totals.per_step(computing_s.min()):.2f}"
+            most_ms = f"{1e3 * totals.per_step(computing_s.max()):.2f}"
+            if least_ms != most_ms:
+                slowest = computing_s.argmax()
+                text += f", the slowest is rank {slowest}: {most_ms} ms of computing"
         return replace(totals, **means), text
 
     def _with_best(self, report: Totals) -> RunState:
@@ -400,26 +432,25 @@ class Loop:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
-    def _is_saving_due(self, ended: bool) -> bool:
-        """Return whether a checkpoint is due. Collective.
-
-        By default one is due at the end of an epoch if checkpoints so far, with this one, take at
-        most the share SAVING of the time.
-        """
+    def _is_saving_due(self, ends_epoch: bool) -> bool:
+        """Return whether a checkpoint is due. Collective."""
         every = self._run.config.run.save_every
-        if every is not None:
-            return is_due(self.state.step, every.steps) or (
-                ended and is_due(self.state.epoch, every.epochs)
-            )
-        if not ended:
-            return False
-        limit_s, group = SAVING * (clock.now() - self._started), self._run.group
+        if every is None:
+            return ends_epoch and self._is_saving_affordable()
+        is_epoch_due = ends_epoch and is_due(self.state.epoch, every.epochs)
+        return is_epoch_due or is_due(self.state.step, every.steps)
+
+    def _is_saving_affordable(self) -> bool:
+        """Return whether checkpoints, with one now, take at most the share SAVING. Collective."""
+        group = self._run.group
+        limit_s = SAVING * (clock.now() - self._started)
         phase = CollectivePhase(group)
-        due = phase.attempt(self._saver.is_affordable, limit_s) if group.is_root else False
-        (answer,) = group.sum_floats([nan if due is None else due])  # one message of a number
-        if isnan(answer):
+        answer = phase.attempt(self._saver.is_affordable, limit_s) if group.is_root else False
+        # one message of a number: NaN says that rank 0 could not tell
+        (shared,) = group.sum_floats([nan if answer is None else answer])
+        if isnan(shared):
             phase.agree()
-        return answer > 0
+        return shared > 0
 
     def _save(self) -> None:
         """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
@@ -486,92 +517,81 @@ def begin(
     backend = make_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config, backend)
-        callback = (
-            load_custom(config.run.callback, "--callback", "(record)")
-            if config.run.callback
-            else None
-        )
-        _check_callback(config.run.callback, callback)
+        callback = _load_callback(config.run.callback)
     # The worker raises an error for a loss that overflows. NumPy would warn before, on each rank.
     with explain_errors(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
-        def take() -> None:
+        def lock() -> None:
             stack.enter_context(locked(folder.path, PATIENCE_S))
 
-        on_root(group, take if resuming else folder.check_free)
+        on_root(group, lock if resuming else folder.check_free)
         last = find(folder, group) if resuming else None
         if last is not None and config.run.quiet:
             last.warn(group)
-        chosen = None
-        if config.parallel.layout == "auto":
-            chosen = offered("choose_layout")(config, group, backend, console.say)
-            config = chosen.config
-        run = set_up(config, group, backend, folder, last, console.say, stack)
-        if chosen is None and group.size > 1 and on_root(group, _has_plans):
-            sets = run.inputs.train, run.inputs.test
-            with suppress(NnmpiError):  # on all ranks: a run goes on without its price
-                chosen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
-        facts, settled = header(run), run.settled()
-        first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
-        state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
-        if resuming and group.is_root and not folder.finished.exists():
-            notices.append(
-                f"{folder.path} had not come to its end: it has no {folder.finished.name}"
-            )
-        if resuming and group.is_root:
-            notices.extend(_lost_best(run, state))
-        if not 0 <= state.batch <= run.extent.train_batches:
-            raise CheckpointError(
-                f"{folder.checkpoints}: the last one is after batch {shortened(str(state.batch))}"
-            )
-        if resuming and state.step < run.extent.steps:
-            notices.extend(_changed_rate(run, last, state.step))
-        if state.step >= run.extent.stop:
-            notices = [*notices, _how_to_continue(run)]
-
-        newest = candidates(folder.checkpoints)[:1] if group.is_root else []
-
-        def open_folder() -> None:
-            if resuming:
-                folder.remember()
-            else:
-                folder.make()
-                take()
-                folder.claim()
-            # config.json is first: with it, the folder is a run's, which can be resumed
-            folder.create(settled)
-            folder.keep_tokenizer(run.tokenizer)
-            folder.note_start(words, group.size, group.comm.world.library, facts)
-            if resuming:
-                folder.reopen()
-            cut_metrics(folder.metrics, state.step)
-
-        try:
-            on_root(group, open_folder)
-        except BaseException:
-            if group.is_root:
-                folder.withdraw()
-            raise
-        try:
+        run, foreseen = _set_up(config, group, backend, folder, last, console, stack)
+        facts = header(run)
+        state, notices = _first_state(run, last, resuming)
+        _open_folder(run, state.step, words, facts, None if resuming else lock)
+        with _noting_errors(run):
             if group.is_root:
                 stack.enter_context(console.copied(folder.console))
-            console.say(*(() if chosen is None else chosen.lines))
+            if foreseen is not None:
+                console.say(*foreseen.lines)
             console.say(*(f"{name + ':':<12} {text}" for name, text in facts), *notices)
             with MetricsRecorder(folder if group.is_root else None, callback) as recorder:
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
-        except NnmpiError as error:
-            is_refused = isinstance(error, UsageError | ShapeError)
-            # as its first steps were, before a checkpoint
-            if group.is_root and is_refused and candidates(folder.checkpoints)[:1] == newest:
-                folder.withdraw()
-            folder.note_error(error)  # by the first rank that gets here
-            raise
         _finish(run, loop, console)
         if group.is_root:
-            if chosen is not None:
-                console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
+            if foreseen is not None:
+                console.say(*foreseen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
             console.say(f"curves: nnmpi report {quote(str(folder.path))}")
+
+
+def _load_callback(name: Custom | None) -> Callable[..., object] | None:
+    """Return the function of --callback; refuse one that cannot be called with one record.
+
+    Raises:
+        UsageError: naming the right form.
+    """
+    if not name:
+        return None
+    callback: Callable[..., object] = load_custom(name, "--callback", "(record)")
+    try:
+        signature(callback).bind({})
+    except TypeError as error:
+        raise UsageError(f"--callback {name}: {error}; define {name.function}(record)") from None
+    except ValueError:  # a function in C, which tells nothing of its arguments
+        pass
+    return callback
+
+
+def _set_up(
+    config: Config,
+    group: Group,
+    backend: Backend,
+    folder: RunFolder,
+    last: Checkpoint | None,
+    console: Console,
+    stack: ExitStack,
+) -> tuple[TrainingRun, Any]:
+    """Return a run, and what the lab foresees of its layout; None if nothing. Collective.
+
+    `--layout auto` chooses the layout first. Any other gets a price if the machine is known.
+
+    Args: see `set_up`.
+    """
+    if config.parallel.layout == "auto":
+        chosen = offered("choose_layout")(config, group, backend, console.say)
+        run = set_up(chosen.config, group, backend, folder, last, console.say, stack)
+        return run, chosen
+    run = set_up(config, group, backend, folder, last, console.say, stack)
+    foreseen = None
+    if group.size > 1 and on_root(group, _has_plans):
+        sets = run.inputs.train, run.inputs.test
+        with suppress(NnmpiError):  # on all ranks: a run goes on without its price
+            foreseen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
+    return run, foreseen
 
 
 def _has_plans() -> bool:
@@ -581,20 +601,41 @@ def _has_plans() -> bool:
     return False
 
 
-def _check_callback(name: Custom | None, callback: Callable[..., object] | None) -> None:
-    """Refuse a callback that cannot be called with one record, before any work.
+def _first_state(
+    run: TrainingRun, last: Checkpoint | None, resuming: bool
+) -> tuple[RunState, list[str]]:
+    """Return the state in which this start begins, and lines to print. Collective.
+
+    Args:
+        run: its trainer is restored.
+        last: the checkpoint to resume from, if there is one.
+        resuming: whether the run was started before.
 
     Raises:
-        UsageError: naming the right form.
+        CheckpointError, DataError: on all ranks, see `restore`.
     """
-    if name is None or callback is None:
-        return
-    try:
-        signature(callback).bind({})
-    except TypeError as error:
-        raise UsageError(f"--callback {name}: {error}; define {name.function}(record)") from None
-    except ValueError:  # a function in C, which tells nothing of its arguments
-        return
+    state, notices = RunState(samples=len(run.inputs.train), data=run.inputs.identity), list[str]()
+    if resuming:
+        state, notices = restore(run.trainer, last, run.folder, state)
+        if run.group.is_root:
+            notices.extend([*_interrupted(run.folder), *_lost_best(run, state)])
+        if not 0 <= state.batch <= run.extent.train_batches:
+            raise CheckpointError(
+                f"{run.folder.checkpoints}: the last one is after batch"
+                f" {shortened(str(state.batch))}"
+            )
+        if state.step < run.extent.steps:
+            notices.extend(_changed_rate(run, last, state.step))
+    if state.step >= run.extent.stop:
+        notices.append(_how_to_continue(run))
+    return state, notices
+
+
+def _interrupted(folder: RunFolder) -> list[str]:
+    """Return a line if no start of a run has come to its end."""
+    if folder.finished.exists():
+        return []
+    return [f"{folder.path} had not come to its end: it has no {folder.finished.name}"]
 
 
 def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[str]:
@@ -637,6 +678,70 @@ def _how_to_continue(run: TrainingRun) -> str:
     return f"the run is finished, all {many} are done; give {more}"
 
 
+def _open_folder(
+    run: TrainingRun,
+    step: int,
+    words: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    lock: Callable[[], None] | None,
+) -> None:
+    """Make a new run's folder, or reopen a resumed run's, and note this start there. Collective.
+
+    Args:
+        run: to begin or to go on with.
+        step: of its state; later metrics are removed.
+        words: of the command line.
+        facts: of the header.
+        lock: locks a new folder; None for a resumed run's, which is locked.
+
+    Raises:
+        UsageError: on all ranks, when it cannot be written. What this start has made there is
+            removed.
+    """
+    folder, settled = run.folder, run.settled()
+
+    def write() -> None:
+        if lock is None:
+            folder.remember()
+        else:
+            folder.make()
+            lock()
+            folder.claim()
+        # config.json is first: with it, the folder is a run's, which can be resumed
+        folder.create(settled)
+        folder.keep_tokenizer(run.tokenizer)
+        folder.note_start(words, run.group.size, run.group.comm.world.library, facts)
+        if lock is None:
+            folder.reopen()
+        cut_metrics(folder.metrics, step)
+
+    try:
+        on_root(run.group, write)
+    except BaseException:
+        if run.group.is_root:
+            folder.withdraw()
+        raise
+
+
+@contextmanager
+def _noting_errors(run: TrainingRun) -> Iterator[None]:
+    """Note an error of the body in the run's folder.
+
+    A start that is refused before it has written a checkpoint, as its first steps were, leaves
+    nothing there.
+    """
+    folder, is_root = run.folder, run.group.is_root
+    newest = candidates(folder.checkpoints)[:1] if is_root else []
+    try:
+        yield
+    except NnmpiError as error:
+        is_refused = isinstance(error, UsageError | ShapeError)
+        if is_root and is_refused and candidates(folder.checkpoints)[:1] == newest:
+            folder.withdraw()
+        folder.note_error(error)  # by the first rank that gets here
+        raise
+
+
 def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     """Write a GPT's weights and finished.json, and print the summary. Collective.
 
@@ -644,13 +749,12 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's
     status proves nothing: MPICH's mpirun reports success if a rank exits early with status 0.
     """
-    folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
-    state, report, reporter, stopped = loop.state, loop.report, loop.reporter, loop.stopped
-    gpt = options.model == "gpt" and options.experts is None  # GPT-2's files have no experts
+    folder, group, model = run.folder, run.group, run.config.model
+    is_gpt = model.model == "gpt" and model.experts is None  # GPT-2's files have no experts
     with run.trainer.averaged():
-        weights = run.trainer.state()[0].to_dict() if gpt else {}
-    last_steps, measures = group.gather(state.step), reporter.measures(report)
-    loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
+        weights = run.trainer.state()[0].to_dict() if is_gpt else {}
+    last_steps = group.gather(loop.state.step)
+    measures = loop.reporter.measures(loop.report)
 
     def write() -> None:
         saved = (
@@ -659,32 +763,56 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
         with raised_as(
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
-            if gpt:  # in the format of Hugging Face's transformers
-                end = None if tokenizer is None else tokenizer.end
-                save_pretrained(folder.model, weights, heads_of(options), dropout_of(options), end)
-                if tokenizer is not None:
-                    tokenizer.save(folder.model)
-            stored = read_json(candidates(folder.checkpoints)[0] / STATE_FILE)
-            numbers = {"loss": report.loss, "accuracy": nan} | measures
-            proof = {
-                "step": state.step,
-                "of_steps": run.extent.steps,
-                "ranks": len(last_steps),
-                **({"stopped": stopped} if stopped else {}),
-                **{name: value if isfinite(value) else None for name, value in numbers.items()},
-                "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
-            }
-            write_json(folder.finished, proof)
+            if is_gpt:
+                _save_gpt(run, weights)
+            write_json(folder.finished, _proof(run, loop, measures, len(last_steps)))
 
     on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends
+    console.say(*_last_lines(run, loop, measures))
+
+
+def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:
+    """Write a GPT's weights and tokenizer in the format of Hugging Face's transformers."""
+    folder, options, tokenizer = run.folder.model, run.config.model, run.tokenizer
+    end = None if tokenizer is None else tokenizer.end
+    save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _proof(
+    run: TrainingRun, loop: Loop, measures: Mapping[str, float], ranks: int
+) -> dict[str, Any]:
+    """Return what finished.json says."""
+    stored = read_json(candidates(run.folder.checkpoints)[0] / STATE_FILE)
+    proof: dict[str, Any] = {
+        "step": loop.state.step,
+        "of_steps": run.extent.steps,
+        "ranks": ranks,
+    }
+    if loop.stopped:
+        proof["stopped"] = loop.stopped
+    for name, value in {"loss": loop.report.loss, "accuracy": nan, **measures}.items():
+        proof[name] = value if isfinite(value) else None
+    proof["weights_sha256"] = stored["files"][MODEL_FILE]["sha256"]
+    return proof
+
+
+def _last_lines(run: TrainingRun, loop: Loop, measures: Mapping[str, float]) -> list[str]:
+    """Return the summary of a run that has ended."""
+    state, lines = loop.state, list[str]()
+    loss, quality = describe_result(loop.report, measures, run.inputs.train.is_tokens)
     is_final = state.step >= run.extent.steps
-    how = f"stopped after {state.step} of {run.extent.steps} steps, {stopped}"
-    console.say(
-        *([] if is_final else [how if stopped else _how_to_continue(run)]),
-        f"test {quality} ({loss}) with the {'final' if is_final else 'present'} weights"
-        f"{reporter.best(state, report)}",
-        f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "
-        f"weights and metrics are in {folder.path}",
-        *([f"memory of the device: {run.backend.memory()}"] if run.backend.is_device else []),
-    )
+    if not is_final and loop.stopped:
+        lines.append(f"stopped after {state.step} of {run.extent.steps} steps, {loop.stopped}")
+    elif not is_final:
+        lines.append(_how_to_continue(run))
+    weights = f"the {'final' if is_final else 'present'} weights"
+    best = loop.reporter.best(state, loop.report)
+    duration = f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}"
+    lines.append(f"test {quality} ({loss}) with {weights}{best}")
+    lines.append(f"{duration}; weights and metrics are in {run.folder.path}")
+    if run.backend.is_device:
+        lines.append(f"memory of the device: {run.backend.memory()}")
+    return lines
