@@ -27,7 +27,7 @@ from nnmpi import (
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DivergenceError, ShapeError
 from nnmpi.comm import buffers, execution
-from nnmpi.compose import losses
+from nnmpi.compose import scalars
 from nnmpi.data import Loader, Normalize
 from nnmpi.nn import training
 from nnmpi.optim import clip
@@ -52,7 +52,7 @@ def watched(backend, monkeypatch):
         for place, function in (
             (buffers, "fetch"),
             (execution, "fetch"),
-            (losses, "start_fetch"),
+            (scalars, "start_fetch"),
             (clip, "_read"),
         ):
             patch.setattr(place, function, _allowed(getattr(place, function)))
