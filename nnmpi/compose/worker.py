@@ -23,6 +23,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
@@ -86,30 +87,54 @@ from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 _UNCHANGED = nullcontext()
 
 
+class _Account(NamedTuple):
+    """What a step's report is computed from at its end.
+
+    Attributes:
+        begin: the clock when the step began.
+        collective_s: this rank's seconds in collectives until then.
+        traffic: of the step's messages so far.
+    """
+
+    begin: float
+    collective_s: float
+    traffic: Traffic
+
+
 class _Started(NamedTuple):
     """A step whose gradients are being computed.
 
     Attributes:
-        batch, place, now: of this rank; its place in a loader's data; its pass.
-        lr, step, factor: the learning rate, the number of the update, the scale of the loss.
-        report: to be completed.
-        read: waits for the step's numbers.
-        traffic, begin, collective_s: its account, and the times when it began.
+        batch: of this rank.
+        place: the batch's, in the data of a loop.
+        lr: the learning rate.
+        step: the number of the update.
+        factor: the scale of the loss.
+        batch_pass: the pass over the batch.
+        report: of the pass; `Worker._report` completes it.
+        read_numbers: waits for the pass's losses, scores and counted labels.
+        account: see there.
         is_steady: whether its memory was not noted: it is like that of the step before.
     """
 
     batch: Batch
     place: Reached
-    now: BatchPass
     lr: float
     step: int
     factor: float
+    batch_pass: BatchPass
     report: StepReport
-    read: Callable[[], tuple[float, float, int]]
-    traffic: Traffic
-    begin: float
-    collective_s: float
+    read_numbers: Callable[[], tuple[float, float, int]]
+    account: _Account
     is_steady: bool
+
+
+class _Share(NamedTuple):
+    """A replica's part of a global batch that was given as samples and labels."""
+
+    rows: int
+    targets: int
+    row_elements: int
 
 
 class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
@@ -213,10 +238,11 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             sharers=self.arrangement.same_rows,
             optimizer=optimizer,
         )
-        self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
-        self._batch_bytes = -1
-        self._counted_bytes: int | None = None  # of the largest batch that was counted
+        self.ledger = MemoryLedger(self._predict_memory())
         self.ledger.note(self._held_memory())
+        self._recorded_bytes = 0  # held by recorded passes
+        self._batch_bytes = -1  # of the last batch
+        self._counted_bytes: int | None = None  # of the largest batch that was counted
         self._signals = PeriodicCheck(group)
         self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
@@ -279,11 +305,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def _start(self, batch: Batch | Any, y: Any, lr: float | None) -> _Started:
         """Begin a step: compute its gradients. A device is not waited for."""
         begin = clock.now()
-        self.parallel.check_not_released()
-        if self.model.storage.shown is not None:  # a call in each step would cost more
-            self.model.storage.check_weights("a step")
-        if hasattr(batch, "columns"):
-            self._names = agree(self._names, of_table(batch), "the table")
+        self._check_ready(batch)
         batch = self._batch_of(batch, y)
         if batch.source is not self._source:
             self.note_source(batch.source)
@@ -293,27 +315,49 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             self.optimizer.lr = lr
         batch, rows = self.arrangement.local(batch)
         self.model.storage.zero_grad()
-        step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
+
+        step = self.optimizer.steps
+        factor = 1.0 if self.scaling is None else self.scaling.value
         world = self.group.comm.world
-        world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
+        world.step, world.traffic = step, Traffic()
+        collective_s = world.collective_s
         self.passes.tells_loss = self._check.begin_step(step, batch.taken(), rows)
-        counts, is_new = self._note_batch(batch)
-        observed = counts or current() is not None
+
+        is_counted, is_new_size = self._note_batch(batch)
+        is_observed = is_counted or current() is not None
         with self._deterministic():
-            now = self.passes.begin(batch, step, factor)
-            with now.measuring() if counts else _UNCHANGED:
-                # Counting and tracing observe every operation, so such a pass runs eagerly.
-                report = now.train(not observed)
-            if counts:
-                self.ledger.note_activations(now.peak_bytes())
-            if observed:
+            batch_pass = self.passes.begin(batch, step, factor)
+            if is_counted:
+                with batch_pass.measuring():
+                    report = batch_pass.train(may_replay=False)
+                self.ledger.note_activations(batch_pass.peak_bytes())
+            else:
+                # a trace observes every operation, as counting does: such a pass runs eagerly
+                report = batch_pass.train(may_replay=not is_observed)
+            if is_observed:
                 self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
             self._note_recordings()
-            read = now.send_sums()
-        account = world.traffic, begin, collective_s
-        is_steady = not (observed or is_new)
-        lr = self.optimizer.lr
-        return _Started(batch, place, now, lr, step, factor, report, read, *account, is_steady)
+            read_numbers = batch_pass.send_sums()
+        return _Started(
+            batch=batch,
+            place=place,
+            lr=self.optimizer.lr,
+            step=step,
+            factor=factor,
+            batch_pass=batch_pass,
+            report=report,
+            read_numbers=read_numbers,
+            account=_Account(begin, collective_s, world.traffic),
+            is_steady=not (is_observed or is_new_size),
+        )
+
+    def _check_ready(self, batch: Batch | Any) -> None:
+        """Refuse a step after `release` or within `averaged`, and a table of other columns."""
+        self.parallel.check_not_released()
+        if self.model.storage.shown is not None:  # a call in each step would cost more
+            self.model.storage.check_weights("a step")
+        if hasattr(batch, "columns"):
+            self._names = agree(self._names, of_table(batch), "the table")
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
         """End a step: read its numbers, meet the other ranks, judge, update, report.
@@ -322,35 +366,42 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             updated: whether a guarded update has been launched already.
         """
         world = self.group.comm.world
-        world.step, world.traffic = started.step, started.traffic
+        world.step, world.traffic = started.step, started.account.traffic
         with self._deterministic():
             # on a device this is the step's only wait; the update is not waited for
-            numbers = started.read()
+            numbers = started.read_numbers()
             self._pace(started)
             norm = self._meet(started, numbers)
-        # Loss and norm are sums over all ranks, so all ranks take the same branch without a
-        # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
         # An update that was launched ahead has looked at `squares`; the gradient is now the next
         # step's.
-        if isfinite(started.report.loss_sum) and (
-            isfinite(self.exchange.squares if updated else norm) or self.exchange.updates_in_passes
-        ):
-            if not updated:
-                self._update(norm, started.factor)
-        elif updated:  # its guard let it change nothing: do the step again, and wait
-            self.optimizer.steps, self._repeated = started.step, self._repeated + 1
-            return self._finish(self._start(started.batch, None, started.lr))
-        else:
+        tested = self.exchange.squares if updated else norm
+        # Loss and norm are sums over all ranks, so all ranks take the same branch without a
+        # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
+        is_finite = isfinite(started.report.loss_sum) and (
+            isfinite(tested) or self.exchange.updates_in_passes
+        )
+        if updated and not is_finite:
+            return self._repeat(started)
+        if not is_finite:
             self._skip(started)
+        elif not updated:
+            self._update(norm, started.factor)
         self.optimizer.note_place(started.place, is_known=started.batch.loop is not None)
         return self._report(started)
+
+    def _repeat(self, started: _Started) -> StepReport:
+        """Do a step again, and wait for it: its guarded update has changed nothing."""
+        self.optimizer.steps = started.step
+        self._repeated += 1
+        return self._finish(self._start(started.batch, None, started.lr))
 
     def _pace(self, started: _Started) -> None:
         """Wait, if steps have a minimum time: the ranks meet next, so a straggler delays all."""
         if self.slow:
-            paused_s, met_s = started.now.paused_s, self.group.comm.world.collective_s
-            waited_s = met_s - started.collective_s + started.report.wait_s + paused_s
-            computed_s = clock.now() - started.begin - waited_s
+            paused_s, account = started.batch_pass.paused_s, started.account
+            met_s = self.group.comm.world.collective_s - account.collective_s
+            waited_s = met_s + started.report.wait_s + paused_s
+            computed_s = clock.now() - account.begin - waited_s
             self.slow.wait(computed_s, self.group.rank, started.step, waited_s=paused_s)
 
     def _meet(self, started: _Started, numbers: tuple[float, float, int]) -> float:
@@ -361,14 +412,14 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 them.
         """
         batch, report = started.batch, started.report
-        failed = started.now.failed
-        (*sums, targets, failures), norm = self.exchange.meet((*numbers, failed is not None))
-        report.loss_sum, report.score_sum = sums
+        failed = started.batch_pass.failed
+        sums, norm = self.exchange.meet((*numbers, failed is not None))
+        report.loss_sum, report.score_sum, targets, failures = sums
         if failures:
             with agreed(self.group):
                 if failed is not None:
                     raise failed
-        self._check.end_step(started.step, started.now.words)
+        self._check.end_step(started.step, started.batch_pass.words)
         if targets != batch.global_targets:
             given = "group" if self._is_own else "arrangement"
             raise UsageError(
@@ -409,30 +460,51 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Complete the report of a step, and compare the ranks' weights if that was asked for."""
         if self.options.check:
             self.exchange.check_equal()
-        report, world = started.report, self.group.comm.world
+        report, account, world = started.report, started.account, self.group.comm.world
         report.count(world.traffic)
         if isfinite(report.predicted_s):
             report.predicted_steps = 1
         else:
             report.predicted_s = 0.0
-        report.loss_scale, report.wall_s = started.factor, clock.now() - started.begin
-        report.sync_s = world.collective_s - started.collective_s
+        report.loss_scale = started.factor
+        report.wall_s = clock.now() - account.begin
+        report.sync_s = world.collective_s - account.collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
 
     def _note_batch(self, batch: Batch) -> tuple[bool, bool]:
         """Note a batch's bytes; return whether its pass is counted, and whether they are new."""
-        nbytes, is_traced = batch.x.nbytes + batch.y.nbytes, current() is not None
-        is_new = nbytes != self._batch_bytes
-        if is_traced or is_new:
+        nbytes = batch.x.nbytes + batch.y.nbytes
+        is_new_size = nbytes != self._batch_bytes
+        if is_new_size or current() is not None:
             self._batch_bytes = nbytes
             self._note_memory({BATCHES: nbytes})
-        return self._should_count(nbytes), is_new
+        return self._should_count(nbytes), is_new_size
+
+    def _should_count(self, nbytes: int) -> bool:
+        # The first step is counted in a trace alone: it also allocates memory that stays, such as
+        # optimizer state. Later a batch is counted if it is larger than all counted before: the
+        # second step may be an epoch's short last batch.
+        if self._counted_bytes is None:
+            self._counted_bytes = -1
+            return current() is not None
+        if nbytes > self._counted_bytes:
+            self._counted_bytes = nbytes
+            return True
+        return False
 
     def _note_recordings(self) -> None:
         if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
             self._recorded_bytes = self.passes.replay.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
+
+    def _note_memory(self, held_bytes: Mapping[str, int], activations: int = 0) -> None:
+        self.ledger.note(held_bytes)
+        trace = current()
+        if trace is not None:
+            moment = trace.clock()
+            amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
+            trace.add("memory", COUNTER, COUNTER, moment, moment, amounts)
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -470,89 +542,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             STATE: predicted.optimizer,
         }
 
-    def _should_count(self, nbytes: int) -> bool:
-        # The first step is counted in a trace alone: it also allocates memory that stays, such as
-        # optimizer state. Later a batch is counted if it is larger than all counted before: the
-        # second step may be an epoch's short last batch.
-        if self._counted_bytes is None:
-            self._counted_bytes = -1
-            return current() is not None
-        if nbytes > self._counted_bytes:
-            self._counted_bytes = nbytes
-            return True
-        return False
-
-    def _note_memory(self, held_bytes: Mapping[str, int], activations: int = 0) -> None:
-        self.ledger.note(held_bytes)
-        trace = current()
-        if trace is not None:
-            now = trace.clock()
-            amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
-            trace.add("memory", COUNTER, COUNTER, now, now, amounts)
-
     def run_segment(self, segment: TrainingSegment) -> SegmentReport:
-        """Do the steps of a segment; where nothing depends on their numbers, one ahead of them.
-
-            host      start 1  update 1  start 2  read 1, report  update 2  start 3  read 2 ...
-            device          gradients 1         update 1    gradients 2         update 2 ...
-
-        A device always has work: the host reads a step's numbers while the next one is computed.
-        An update is launched before they are read; its guard lets it change nothing if they are not
-        finite. Then the step is done again, so errors and weights are those of `step`.
-        """
-        totals, signal, ended = Totals(), 0, clock.now()
-        can_go_ahead = self._can_go_ahead()
-        ahead: tuple[int, float, _Started] | None = None  # a step whose numbers are not read yet
-
-        def end(number: int, input_s: float, report: StepReport) -> None:
-            nonlocal ended, signal
-            # Measured from the end of the previous step: input and progress are included.
-            before, ended = ended, clock.now()
-            report.input_s, report.wall_s = input_s, ended - before
-            totals.add(report)
-            segment.progress(Progress(number, 0, report))
-            last = number + 1 == segment.batches.stop  # what was asked for is not lost with it
-            answers = self._signals.gather(segment.poll_signal(), report.wall_s, last)
-            signal = max(signal, *map(int, answers)) if answers else signal
-
-        def catch_up() -> None:
-            nonlocal ahead
-            if ahead is not None:
-                (number, input_s, before), ahead = ahead, None
-                report = self._finish(before, True)
-                report.compute_s = clock.now() - ended - input_s - report.sync_s
-                end(number, input_s, report)
-
-        with segment.loader.epoch(segment.epoch, segment.batches.start, self.backend) as batches:
-            for number in segment.batches:
-                step, begin = segment.number(number), clock.now()
-                with timeline.span("input", "input", timeline.WAITING):
-                    batch = next(batches)
-                input_s, lr = clock.now() - begin, segment.lr(step)
-                if not can_go_ahead:
-                    with timeline.span(f"step {step}", "step", "steps"):
-                        report = self.step(batch, lr=lr)
-                    end(number, input_s, report)
-                else:
-                    if batch.x.nbytes + batch.y.nbytes != self._batch_bytes:
-                        catch_up()  # its memory is noted next
-                    try:
-                        started = self._start(batch, None, lr)
-                    except Exception:
-                        catch_up()
-                        raise
-                    repeated = self._repeated
-                    catch_up()
-                    if self._repeated != repeated:
-                        started = self._start(batch, None, lr)
-                    if started.is_steady and number + 1 < segment.batches.stop and not signal:
-                        self._update_ahead()
-                        ahead = number, input_s, started
-                    else:
-                        end(number, input_s, self._finish(started))
-                if signal:
-                    break
-        return SegmentReport(totals, signal)
+        """Do the steps of a segment; see `_SegmentSteps`."""
+        return _SegmentSteps(self, segment).run()
 
     def _can_go_ahead(self) -> bool:
         """Whether updates may be launched before the steps' numbers are read."""
@@ -572,11 +564,14 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""
-        more = {"staleness": fmean(report.staleness)} if report.staleness else {}
-        more |= self.ledger.peaks_by_name()
+        details: dict[str, Any] = {}
+        if report.staleness:
+            details["staleness"] = fmean(report.staleness)
+        details.update(self.ledger.peaks_by_name())
         if self.scaling is not None:
-            more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
-        return more
+            details["loss_scale"] = report.loss_scale
+            details["skipped_steps"] = self.scaling.skipped
+        return details
 
     def _batch_of(self, x: Any, y: Any) -> Batch:
         """Return a batch as it is; of samples and labels, this replica's shard. Collective."""
@@ -595,25 +590,31 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             raise ShapeError(
                 f"{len(samples)} samples have {len(labels)} labels; give one for each sample"
             )
-        dtype, number = self.model.storage.dtype, self.arrangement.data_rank
-        samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
+        dtype = self.model.storage.dtype
+        if samples.dtype.kind == "f":
+            samples = samples.astype(dtype, copy=False)
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
         self._check.require_same_rows([samples.shape, labels.shape])
-        row_elements = prod(samples.shape[1:])
-        given = self.group.gather([number, len(samples), count_targets(labels), row_elements])
+        return self._shard_of(samples, labels)
+
+    def _shard_of(self, samples: NDArray[Any], labels: NDArray[Any]) -> Batch:
+        """Return this replica's rows as a shard of the global batch. Collective."""
+        replica, row_elements = self.arrangement.data_rank, prod(samples.shape[1:])
+        given = self.group.gather([replica, len(samples), count_targets(labels), row_elements])
         refuse_uneven(given)
-        counts = {number: (rows, targets) for number, rows, targets, _ in given}
-        first = sum(counts[before][0] for before in range(number))
+        # the ranks of a replica give the same rows, which count once
+        shares = {number: _Share(*counts) for number, *counts in given}
+        first = sum(shares[before].rows for before in range(replica))
         return Batch(
             x=np.ascontiguousarray(samples),
             y=labels,
             indices=np.arange(first, first + len(samples)),
             cuts=(Cut(0, len(samples), first),),
-            global_rows=sum(rows for rows, _ in counts.values()),
+            global_rows=sum(share.rows for share in shares.values()),
             epoch=0,
             number=self.optimizer.steps,
-            targets=(sum(targets for _, targets in counts.values()),),
-            row_elements=max(elements for *_, elements in given),
+            targets=(sum(share.targets for share in shares.values()),),
+            row_elements=max(share.row_elements for share in shares.values()),
         )
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
@@ -624,17 +625,24 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         rows, failed = list[int](), list[NnmpiError]()
 
         def evaluate(batch: Batch) -> bool:
-            now = self.passes.evaluate(batch)
-            failed.extend([] if now.failed is None else [now.failed])
-            return now.counts
+            batch_pass = self.passes.evaluate(batch)
+            if batch_pass.failed is not None:
+                failed.append(batch_pass.failed)
+            return batch_pass.counts
 
         with self.averaged(), self._deterministic():
-            parts = self.arrangement.mesh.sp.size
             given = to_evaluate(batches)
             if not self.arrangement.is_plain:
                 given = as_many(self.group, given)
-            shares, sums = (self._share_of(rows, item) for item in given), self.passes.evaluated
-            totals = evaluate_all(self.group, shares, evaluate, sums, self._check, parts, rows)
+            totals = evaluate_all(
+                self.group,
+                (self._share_of(rows, item) for item in given),
+                evaluate,
+                self.passes.evaluated,
+                self._check,
+                self.arrangement.mesh.sp.size,
+                rows,
+            )
         with agreed(self.group):
             if failed:
                 raise failed[0]
@@ -661,9 +669,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         # a pair of an iterable, or of another library's loader
         if isinstance(item, tuple | list) and hasattr(item[0], "columns"):
             agree(self._names, of_table(item[0]), "the table")
-        batch, checksum = self.arrangement.local(
-            self._batch_of(*item) if isinstance(item, tuple | list) else item
-        )
+        given = self._batch_of(*item) if isinstance(item, tuple | list) else item
+        batch, checksum = self.arrangement.local(given)
         rows += checksum
         self.check_source(batch.source)
         return batch
@@ -695,21 +702,19 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """See `Trainer.memory`; the kinds are those of rank 0."""
         ledger = self.ledger.report()
         peaks = [int(peak) for peak in self.group.gather(ledger.peak)]
+        rank = peaks.index(max(peaks))
+        line = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}"
+        if rank:
+            line += f"; {format_bytes(ledger.peak)} on rank 0"
+        wrong = [kind for kind, nbytes in ledger.predicted.items() if nbytes != ledger.peaks[kind]]
+        if wrong:
+            line += f"; predicted otherwise: {', '.join(wrong)}"
+        elif ledger.predicted:
+            line += ", as predicted"
         kinds = ", ".join(
             f"{kind} {format_bytes(nbytes)}" for kind, nbytes in ledger.peaks.items() if nbytes
         )
-        wrong = [kind for kind, nbytes in ledger.predicted.items() if nbytes != ledger.peaks[kind]]
-        agrees = (
-            f"; predicted otherwise: {', '.join(wrong)}"
-            if wrong
-            else ", as predicted"
-            if ledger.predicted
-            else ""
-        )
-        rank = peaks.index(max(peaks))
-        on_root = f"; {format_bytes(ledger.peak)} on rank 0" if rank else ""
-        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{on_root}"
-        return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
+        return [f"{line}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:
         """Compute in the worker's precision; with reduction "fixed", with one BLAS thread.
@@ -727,6 +732,100 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
+
+
+class _Ahead(NamedTuple):
+    """A step whose update is launched, and whose numbers are not read yet."""
+
+    number: int  # of its batch
+    input_s: float
+    started: _Started
+
+
+class _SegmentSteps:
+    """The steps of a segment; where nothing depends on their numbers, one ahead of them.
+
+        host      start 1  update 1  start 2  read 1, report  update 2  start 3  read 2 ...
+        device          gradients 1         update 1    gradients 2         update 2 ...
+
+    A device always has work: the host reads a step's numbers while the next one is computed. An
+    update is launched before they are read; its guard lets it change nothing if they are not
+    finite. Then the step is done again, so errors and weights are those of `Worker.step`.
+    """
+
+    def __init__(self, worker: Worker, segment: TrainingSegment) -> None:
+        self._worker, self._segment = worker, segment
+        self._totals = Totals()
+        self._signal = 0
+        self._ended = clock.now()  # the step before
+        self._ahead: _Ahead | None = None
+
+    def run(self) -> SegmentReport:
+        """Do them, until a signal arrives."""
+        segment, do_step = self._segment, self._in_turn
+        if self._worker._can_go_ahead():
+            do_step = self._overlapped
+        with segment.loader.epoch(
+            segment.epoch, segment.batches.start, self._worker.backend
+        ) as batches:
+            for number in segment.batches:
+                begin = clock.now()
+                with timeline.span("input", "input", timeline.WAITING):
+                    batch = next(batches)
+                do_step(number, batch, clock.now() - begin)
+                if self._signal:
+                    break
+        return SegmentReport(self._totals, self._signal)
+
+    def _in_turn(self, number: int, batch: Batch, input_s: float) -> None:
+        step = self._segment.number(number)
+        lr = self._segment.lr(step)
+        with timeline.span(f"step {step}", "step", "steps"):
+            report = self._worker.step(batch, lr=lr)
+        self._end(number, input_s, report)
+
+    def _overlapped(self, number: int, batch: Batch, input_s: float) -> None:
+        """Start a step, read the one before, and launch this one's update if that is safe."""
+        worker, lr = self._worker, self._segment.lr(self._segment.number(number))
+        if batch.x.nbytes + batch.y.nbytes != worker._batch_bytes:
+            self._catch_up()  # its memory is noted next
+        try:
+            started = worker._start(batch, None, lr)
+        except Exception:
+            self._catch_up()
+            raise
+        repeated = worker._repeated
+        self._catch_up()
+        if worker._repeated != repeated:  # so this one began with other weights
+            started = worker._start(batch, None, lr)
+        is_last = self._signal or number + 1 == self._segment.batches.stop
+        if started.is_steady and not is_last:
+            worker._update_ahead()
+            self._ahead = _Ahead(number, input_s, started)
+        else:
+            self._end(number, input_s, worker._finish(started))
+
+    def _catch_up(self) -> None:
+        """End the step whose numbers are not read yet, if there is one."""
+        if self._ahead is None:
+            return
+        ahead, self._ahead = self._ahead, None
+        report = self._worker._finish(ahead.started, updated=True)
+        report.compute_s = clock.now() - self._ended - ahead.input_s - report.sync_s
+        self._end(ahead.number, ahead.input_s, report)
+
+    def _end(self, number: int, input_s: float, report: StepReport) -> None:
+        """Report a step, and ask for signals of all ranks."""
+        segment, before = self._segment, self._ended
+        # Measured from the end of the previous step: input and progress are included.
+        self._ended = clock.now()
+        report.input_s, report.wall_s = input_s, self._ended - before
+        self._totals.add(report)
+        segment.progress(Progress(number, 0, report))
+        is_last = number + 1 == segment.batches.stop  # what was asked for is not lost with it
+        by_rank = self._worker._signals.gather(segment.poll_signal(), report.wall_s, is_last)
+        if by_rank is not None:
+            self._signal = max(self._signal, *map(int, by_rank))
 
 
 def as_ema(decay: float) -> str:
