@@ -518,17 +518,33 @@ def json_text(value: Any, **form: Any) -> str:
     return json.dumps(value, allow_nan=False, **form)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, once: bool = False) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        text: of the value.
+        once: whether an object may not name a field twice; else the last one counts.
 
     Raises:
         ValueError: when the text is not JSON, which has no NaN, a number is too large or has too
-            many digits, or lists are nested too deeply.
+            many digits, lists are nested too deeply, or a field is there twice.
     """
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+        of_pairs = _without_doubles if once else None
+        return json.loads(
+            text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=of_pairs
+        )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict[str, Any]()
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"it names {name!r} twice")
+        result[name] = value
+    return result
 
 
 def _finite(text: str) -> float:

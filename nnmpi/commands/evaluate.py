@@ -184,7 +184,7 @@ class EvaluationConfig(TableForm):
     data_dir: Path | None = None
     """Folder of its files, for data sets that are downloaded (default: the run's)."""
     text_columns: str | None = None
-    """Text columns of a .csv or .jsonl, as for the train command (default: the run's)."""
+    """Columns of text of a table, as for the train command (default: the run's)."""
     part: Literal["test", "train"] = "test"
     """Part of the data set. A data set without a test part is split as in the run."""
     batch_size: int = 256

@@ -22,7 +22,7 @@ from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
 from nnmpi.data import images
 from nnmpi.data.arrays import read_samples
-from nnmpi.data.tables import ENDINGS, is_table, other_kind
+from nnmpi.data.readers import find_reader, unread
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.inputs import with_options
 from nnmpi.train.run import Run, read_rows
@@ -52,16 +52,18 @@ def read_file(
         UsageError: for a file of another kind.
         DataError: for a damaged file, or samples that do not fit the model.
     """
+    reader = find_reader(file, has_label=True)
+    gives = None if reader is None else reader.gives
     try:
-        if file.suffix == ".npz":
-            return signature.prepare(read_samples(file), dtype)
-        if is_table(file):
+        if reader is not None and gives == "arrays":
+            return signature.prepare(read_samples(file, reader.read), dtype)
+        if gives == "table":
             return signature.prepare(read_rows(file, signature, say, header, decimal), dtype)
     except DataError as error:
         text = with_options(str(error))
         raise DataError(text if str(file) in text else f"{file}: {text}") from None
-    if not images.is_image(file):
-        raise other_kind(file)
+    if gives != "image":
+        raise unread(file)
     return read_image(file, signature, dtype, invert)
 
 
@@ -94,7 +96,7 @@ def _samples_in(folder: Path) -> list[Path]:
     found = [
         file
         for file in inside
-        if file.suffix.lower() in (*ENDINGS, ".npz") or images.is_image(file)
+        if (reader := find_reader(file, has_label=True)) and reader.gives != "text"
     ]
     if not found:
         raise UsageError(f"folder {folder} has neither tables nor images nor .npz files")

@@ -19,7 +19,7 @@ from nnmpi.base.command import (
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.compose.layout import Degrees, Layout
-from nnmpi.data.tables import is_table
+from nnmpi.data.readers import is_table
 from nnmpi.train.computing import make_backend
 from nnmpi.train.config import Config
 from nnmpi.train.run import Run, open_run

@@ -5,16 +5,19 @@ Reading order:
     dataset         Dataset: samples and labels in memory; the split into training and test part
     catalogue       data sets by name or path: load reads, prepare downloads
     images          file formats: IDX (MNIST), CIFAR-10, folders of images
-    tables, arrays  CSV and DataFrames, by one rule; npz
+    readers         which function reads which files, a row for each form
+    tables          CSV and DataFrames, by one rule; json_lines: JSON lines, by the same
+    arrays          npz
     items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
     tokenizer       text to tokens and back
-    text            documents in files, as blocks of tokens or as sentences
+    documents       texts in files: plain, or columns of tables
+    text            documents, as blocks of tokens or as sentences
     sampler         the order of samples and their ranks: pure functions, with a picture
     loader          Loader: one rank's batches, with microbatches and prefetch, on host or device
     transform       normalization and random augmentations
 
-To add a named data set or a file format, start in catalogue. To add an augmentation, write it in
-transform and give it a row in AUGMENTATIONS.
+To add a form of files, give it a row in readers; a data set by name, in catalogue. To add an
+augmentation, write it in transform and give it a row in AUGMENTATIONS.
 """
 
 from nnmpi.base.words import offer

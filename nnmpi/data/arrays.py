@@ -12,8 +12,9 @@ held-out part (`dataset.HELD_OUT`), in any capitals.
 """
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,22 +36,28 @@ from nnmpi.data.tables import HINT, NO_RULES, TableRules, refuse_rules
 TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
 TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
 PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
+ReadArrays: TypeAlias = Callable[[Path, Sequence[str]], tuple[dict[str, Array], str]]
 OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 
 
-def load_npz(
-    path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = NO_RULES
+def load_arrays(
+    path: Path,
+    name: str,
+    read: ReadArrays,
+    predicts: LabelKind = "classes",
+    rules: TableRules = NO_RULES,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training part of an .npz file, and the test part or None; see the module.
+    """Return the training part of a file of arrays, and the test part or None; see the module.
 
     Args:
         path: of the file.
         name: of the data set.
+        read: of a row of `readers.READERS`.
         predicts: the kind of y; "any" takes floats for quantities and integers for classes.
         rules: must be empty; they are here because `load` calls all readers alike.
     """
     refuse_rules(f"data set {path}", rules)
-    arrays, has = _read(path, PARTS)
+    arrays, has = read(path, PARTS)
     first, second = (
         next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
         for parts in (TRAIN_PARTS, TEST_PARTS)
@@ -85,16 +92,17 @@ def load_npz(
     return train, test
 
 
-def read_samples(path: Path) -> Array:
-    """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
-    arrays, has = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
+def read_samples(path: Path, read: ReadArrays) -> Array:
+    """Return x (or x_test) of a file of arrays: integers unchanged, floats as float32."""
+    arrays, has = read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
     for name, x in arrays.items():
         return x if x.dtype.kind in "iu" else _samples(path, name, x)
     raise DataError(f"{path}: holds {has}; needs x, the samples")
 
 
-def _read(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
-    """Return the file's arrays among `names`, in that order, and the names of all, for messages.
+def read_npz(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+    """Return an .npz file's arrays among `names`, in that order, and the names of all, for
+    messages.
 
     Capitals do not count.
     """

@@ -3,11 +3,10 @@
 bundled                  iris, digits                   in the package; split by seed
 downloaded, or data_dir  mnist, fashion-mnist, cifar10  have a published test part
 text                     paradise-lost                  in the package; see `text`
-PATH                     .csv[.gz], .npz                split by seed, unless the .npz has a
-                                                        test part
-                         .txt, .jsonl, .csv             texts; see `text`
+PATH                     a file                         see `readers`; split by seed, unless an
+                                                        .npz has a test part
 DataFrame                                               split by seed
-                         folder                         IDX files; CIFAR batches; train.csv and
+PATH                     folder                         IDX files; CIFAR batches; train.csv and
                                                         test.csv; a folder of images per class
 """
 
@@ -25,7 +24,7 @@ from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
 from nnmpi.base.words import nearest
-from nnmpi.data.arrays import load_npz
+from nnmpi.data.arrays import load_arrays
 from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
@@ -43,15 +42,8 @@ from nnmpi.data.images import (
     load_idx,
     locate_cifar,
 )
-from nnmpi.data.tables import (
-    TableRules,
-    is_frame,
-    is_table,
-    load_csv,
-    other_kind,
-    refuse_rules,
-)
-from nnmpi.data.text import is_text
+from nnmpi.data.readers import find_reader, load_table, suffixes_of, unread
+from nnmpi.data.tables import TableRules, is_frame, refuse_rules
 
 TrainAndTest = tuple[Dataset, Dataset]
 
@@ -146,8 +138,8 @@ def load(
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES except texts, or the path of a table (.csv, .tsv, .tab or .data,
-            plain or .gz), of an .npz file or of a folder; or a DataFrame of pandas or polars.
+        name_or_path: one of NAMES except texts, or the path of a table, of an .npz file or of a
+            folder, see `readers.READERS`; or a DataFrame of pandas or polars.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
             default the download cache.
         seed, test_fraction: of the split of a set without a test part (iris, digits, .csv, .npz).
@@ -186,7 +178,7 @@ def load(
         _refuse_data_dir(frame, data_dir)
         if not header:
             raise UsageError(f"a {frame} has names of its columns; leave header out")
-        full = load_csv(name_or_path, frame, predicts, split_by)
+        full = load_table(name_or_path, frame, predicts, split_by)
         return check_pair(*split(full, test_fraction, seed))
     if not isinstance(name_or_path, str | PathLike):
         raise UsageError(
@@ -203,20 +195,24 @@ def load(
         )
         return check_pair(*pair)
     _refuse_data_dir(name, data_dir)
-    if find_text(name) is not None:
-        raise UsageError(f"data set {name!r} is a text: see nnmpi.data.load_text")
+    # columns of texts are features here
+    if find_text(name, has_label=bool(label or rules.text_columns)) is not None:
+        raise UsageError(
+            f"data set {name!r} is a text: see nnmpi.data.load_text; if it is a table of JSON"
+            " lines, name its column of labels, target=..."
+        )
     with _allowed(f"data set {name!r}"):
         path = BUNDLED[name] if name in BUNDLED else _existing(name)
         kind: LabelKind = "classes" if name in BUNDLED else predicts
         stem = path.name.split(".")[0]
         if path.is_dir():
             train, test = _load_folder(path, predicts, rules)
-        elif is_table(path):
-            train, test = load_csv(path, stem, kind, split_by), None
-        elif path.name.endswith(".npz"):
-            train, test = load_npz(path, stem, kind, rules)
+        elif (reader := find_reader(path, has_label=True)) and reader.gives == "table":
+            train, test = load_table(path, stem, kind, split_by), None
+        elif reader and reader.gives == "arrays":
+            train, test = load_arrays(path, stem, reader.read, kind, rules)
         else:
-            raise other_kind(path)
+            raise unread(path)
     if name == "digits":
         train = replace(train, scale=1 / 16)
     return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
@@ -227,21 +223,29 @@ def _texts(columns: str | Sequence[str | int]) -> tuple[str, ...]:
     return (columns,) if isinstance(columns, str) else tuple(map(str, columns))
 
 
-def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
+def find_text(
+    name_or_path: str, columns: Sequence[str] = (), has_label: bool = False
+) -> Path | None:
     """Return the file of a text; None if the name or path is another kind of data set.
 
     Args:
         name_or_path: one of NAMES, or a path.
         columns: the columns of a table that hold the text.
+        has_label: whether a column is named that holds labels; see `find_reader`.
 
     Raises:
         UsageError: for a missing file, and for columns without a table.
     """
     if name_or_path in TEXTS:
         return BUNDLED[name_or_path]
-    if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
+    reader = None
+    if name_or_path not in NAMES:
+        path = expand(Path(name_or_path), "data set")
+        with _allowed(f"data set {name_or_path!r}"):
+            reader = None if path.is_dir() else find_reader(path, columns, has_label)
+    if reader is not None and reader.gives == "text":
         return _existing(name_or_path)
-    if columns:
+    if columns and not (has_label and reader is not None and reader.gives == "table"):
         raise UsageError(
             f"data set {name_or_path!r} has no columns of text; give a .csv or .jsonl file"
         )
@@ -390,13 +394,31 @@ def _existing(text: str) -> Path:
     )
 
 
+def _tables_in(folder: Path) -> tuple[Path, Path] | None:
+    """Return the tables of the training and of the held-out part, or None.
+
+    Raises:
+        UsageError: if there are several pairs, in files of several kinds.
+    """
+    pairs = list[tuple[Path, Path]]()
+    for suffix in suffixes_of("table"):
+        train, test = (find_part(folder, parts, suffix) for parts in (TRAIN, HELD_OUT))
+        if train and test:
+            pairs.append((train, test))
+    if len(pairs) > 1:
+        raise UsageError(
+            f"data set {folder} has tables in {pairs[0][0].name} and in {pairs[1][0].name}; move"
+            " one kind elsewhere"
+        )
+    return pairs[0] if pairs else None
+
+
 def _load_folder(
     folder: Path, predicts: LabelKind, rules: TableRules
 ) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
-    tables = [find_part(folder, parts, ".csv") for parts in (TRAIN, HELD_OUT)]
-    if tables[0] and tables[1]:
-        train = load_csv(tables[0], name, predicts, rules)
+    if tables := _tables_in(folder):
+        train = load_table(tables[0], name, predicts, rules)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
         rules = replace(
             rules,
@@ -405,7 +427,7 @@ def _load_folder(
             as_bytes=train.x.dtype == np.uint8,
             class_names=train.class_names,
         )
-        return train, load_csv(tables[1], name, kind, rules)
+        return train, load_table(tables[1], name, kind, rules)
     refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
         return load_idx(folder, name)

@@ -86,6 +86,7 @@ class Table:
         lines: the line number of each row, for messages.
         names: of the columns, or their numbers from 1.
         is_named: whether the table has a header.
+        is_typed: whether cells are numbers or texts by their types.
         numbers: (rows, columns), float64; NaN for a missing cell and for a text.
         texts: {column: {row: text}}, of the cells that are no numbers; of a column of texts, all.
         mark: the decimal mark.
@@ -102,6 +103,7 @@ class Table:
     lines: Sequence[int]
     names: tuple[str, ...]
     is_named: bool
+    is_typed: bool
     numbers: NDArray[np.float64] = field(repr=False)
     texts: Mapping[int, Mapping[int, str]] = field(repr=False)
     mark: str
@@ -142,9 +144,9 @@ class Table:
         remedy = "mend it, or empty it if it is missing"
         name = shortened(self.names[place])
         if self.training is not None and self.is_named:
-            codes = f"frame[{name!r}] = frame[{name!r}].astype(str)"
-            if isinstance(self.source, Path):
-                codes = by_pandas(self.source, f"dtype={{{name!r}: str}}")
+            codes = by_pandas(self.source, f"dtype={{{name!r}: str}}")
+            if self.is_typed:
+                codes = f"make all its cells texts, frame[{name!r}] = frame[{name!r}].astype(str)"
             remedy = f"{remedy}, or, for a column of codes, {codes}"
         what = f"{shortened(repr(text))} is no {kind}, as other cells of the column are"
         return self.wrong(row, place, f"{what}; {remedy}")

@@ -68,35 +68,6 @@ from nnmpi.data.columns import (
 from nnmpi.data.dataset import MISSING, Dataset, LabelKind, judge_classes, narrowed, split_indices
 
 HINT = "to predict numbers, give predicts='quantities'"
-ENDINGS = (".csv", ".tsv", ".tab", ".data")
-# what reads files of other kinds, by their suffix
-READERS = dict(
-    line.split(maxsplit=1)
-    for line in """\
-parquet pandas.read_parquet({})
-feather pandas.read_feather({})
-arrow pandas.read_feather({})
-orc pandas.read_orc({})
-json pandas.read_json({})
-jsonl pandas.read_json({}, lines=True)
-xml pandas.read_xml({})
-xlsx pandas.read_excel({})
-xls pandas.read_excel({})
-xlsm pandas.read_excel({})
-ods pandas.read_excel({})
-h5 pandas.read_hdf({})
-hdf5 pandas.read_hdf({})
-hdf pandas.read_hdf({})
-dta pandas.read_stata({})
-sav pandas.read_spss({})
-sas7bdat pandas.read_sas({})
-xpt pandas.read_sas({})
-pkl pandas.read_pickle({})
-pickle pandas.read_pickle({})
-arff pandas.DataFrame(scipy.io.arff.loadarff({})[0])
-mat pandas.DataFrame(scipy.io.loadmat({})['x'])
-npy pandas.DataFrame(numpy.load({}))""".splitlines()
-)
 SEPARATORS = "\t;|,"
 NO_SEPARATOR = "\x1f"  # of a table of one column: no cell may have it
 CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
@@ -140,24 +111,6 @@ class TableRules:
 
 
 NO_RULES = TableRules()
-
-
-def is_table(path: Path) -> bool:
-    """Return whether a file is a table, by its suffix."""
-    return path.name.lower().removesuffix(".gz").endswith(ENDINGS)
-
-
-def other_kind(path: Path) -> UsageError:
-    """Return the error for a file of another kind, with the line of code that reads it."""
-    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-    code = READERS.get(kind, "pandas.read_csv({}, sep=None, engine='python')").format(
-        repr(str(path))
-    )
-    return UsageError(
-        f"{path}: .{kind} files are not read; write a table, {code}.to_csv('table.csv',"
-        f" index=False), or in a program train on nnmpi.data.load({code}); read are"
-        f" {', '.join(ENDINGS)}, .npz and folders, and of texts .txt, .jsonl and .csv"
-    )
 
 
 # ---- the rows of a file ----
@@ -281,7 +234,7 @@ def _ragged(path: Path, line: int, count: int, width: int, header: bool) -> Data
 
 
 @dataclass(frozen=True)
-class _Rows:
+class TableRows:
     """The rows of a table.
 
     Attributes:
@@ -291,6 +244,8 @@ class _Rows:
         header: the names of the columns as they are given, or None.
         line: of the first row.
         separator: of the cells.
+        is_typed: whether a cell is a number or a text by its type, as in memory and in JSON; else
+            all cells are texts, and those that can be are numbers.
     """
 
     source: object
@@ -299,10 +254,7 @@ class _Rows:
     header: list[str] | None
     line: int = 0
     separator: str = ""
-
-    @property
-    def is_file(self) -> bool:
-        return isinstance(self.source, Path)
+    is_typed: bool = True
 
     @property
     def has_index(self) -> bool:
@@ -322,7 +274,7 @@ class _Rows:
         Raises:
             DataError: with the cell.
         """
-        for place, name in enumerate(self.header or () if self.is_file else ()):
+        for place, name in enumerate(() if self.is_typed else self.header or ()):
             if not is_missing(name) and (number(name) is not None or days(name) is not None):
                 raise DataError(
                     f"{self.source}, line {self.line}, column {place + 1}: {shortened(repr(name))}"
@@ -332,7 +284,7 @@ class _Rows:
                 )
 
 
-def _name_of(value: object) -> str:
+def name_of(value: object) -> str:
     """Return a column's name as one line, without spaces around it."""
     return " ".join(str(value).strip().splitlines())
 
@@ -352,8 +304,12 @@ def _check_different(source: object, names: Sequence[str]) -> None:
             )
 
 
-def _rows_of(path: Path, rules: TableRules) -> _Rows:
-    """Return the rows of a file."""
+def delimited_rows(path: Path, rules: TableRules) -> TableRows:
+    """Return the rows of a file whose cells stand between separators.
+
+    Raises:
+        DataError: for what is no table; see the module.
+    """
     mark = rules.decimal or (rules.encoding[0].mark if rules.encoding else "")
     # Without a header the first row may be 1,5: of a table of one column, if that is a number.
     separator = find_separator(path, "" if rules.header or mark != "," else ",")
@@ -375,8 +331,8 @@ def _rows_of(path: Path, rules: TableRules) -> _Rows:
         )
     if not (second if rules.header else first):
         raise DataError(f"{path}: the table has no rows of data")
-    header = [*map(_name_of, first)] if rules.header else None
-    return _Rows(path, read, len(first), header, line, separator)
+    header = [*map(name_of, first)] if rules.header else None
+    return TableRows(path, read, len(first), header, line, separator, is_typed=False)
 
 
 def _is_orange(path: Path, kinds: Collection[str]) -> bool:
@@ -389,14 +345,14 @@ def is_frame(source: Any) -> bool:
     return hasattr(type(source), "columns") and hasattr(type(source), "to_numpy")
 
 
-def _rows_in(source: Any) -> _Rows:
+def rows_in(source: Any) -> TableRows:
     """Return the rows of a table in memory."""
     name = type(source).__name__
     is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
     try:
         names = [*getattr(source, "columns", source)] if is_columns else None
         if names is not None:
-            _check_different(name, [*map(_name_of, names)])
+            _check_different(name, [*map(name_of, names)])
         columns = (_cells_of(source[item]) for item in names or ())
         rows = [*zip(*columns, strict=True)] if names else [*source]
         if names is None and rows and isinstance(rows[0], Mapping):
@@ -413,8 +369,10 @@ def _rows_in(source: Any) -> _Rows:
         ) from error
     if not cells:
         raise DataError(f"{name}: the table has no rows of data")
-    header = None if names is None else [*map(_name_of, names)]
-    return _Rows(name, lambda: ((line, [*row]) for line, row in enumerate(cells, 1)), width, header)
+    header = None if names is None else [*map(name_of, names)]
+    return TableRows(
+        name, lambda: ((line, [*row]) for line, row in enumerate(cells, 1)), width, header
+    )
 
 
 def _cells_of(values: Any) -> Any:
@@ -450,9 +408,9 @@ class _Plan:
     notes: tuple[str, ...] = ()
 
 
-def _plan_training(rows: _Rows, rules: TableRules) -> _Plan:
+def _plan_training(rows: TableRows, rules: TableRules) -> _Plan:
     """Return what is read of a training table."""
-    if rows.width < 2 and not rows.is_file:
+    if rows.width < 2 and rows.is_typed:
         raise DataError(
             f"{rows.source}: {counted(rows.width, 'column')}; needs at least one feature, and the"
             " label"
@@ -472,7 +430,7 @@ def _plan_training(rows: _Rows, rules: TableRules) -> _Plan:
     return _Plan([place for place in left if place != target], [], target)
 
 
-def _plan_other(rows: _Rows, rules: TableRules, labelled: bool) -> _Plan:
+def _plan_other(rows: TableRows, rules: TableRules, labelled: bool) -> _Plan:
     """Return what is read of a table for which the training table's encoding holds."""
     encoding, names = rules.encoding, rows.names
     is_known = rows.header is not None and _has_names(encoding)
@@ -488,7 +446,7 @@ def _plan_other(rows: _Rows, rules: TableRules, labelled: bool) -> _Plan:
         if column.kind in ("text", "words")
     ]
     notes = tuple[str, ...]()
-    if not is_known and rows.is_file and _has_names(encoding):
+    if not is_known and not rows.is_typed and _has_names(encoding):
         notes = ("the columns are taken in the order of the training table",)
     if not labelled:
         return _Plan(places, texts, -1, notes)
@@ -570,7 +528,7 @@ def find_places(source: object, names: Sequence[str], encoding: Encoding) -> lis
     return places
 
 
-def _places_in_order(rows: _Rows, encoding: Encoding) -> list[int]:
+def _places_in_order(rows: TableRows, encoding: Encoding) -> list[int]:
     """Return where the columns of the rules are in another table, without names.
 
     They stand in the order of the training table: the features alone, or in a file all its columns.
@@ -579,7 +537,7 @@ def _places_in_order(rows: _Rows, encoding: Encoding) -> list[int]:
         DataError: for another number of columns.
     """
     columns = range(rows.has_index, rows.width)
-    if rows.is_file and len(columns) == encoding[0].of:
+    if isinstance(rows.source, Path) and len(columns) == encoding[0].of:
         return [columns[item.place] for item in encoding]
     if len(columns) != len(encoding):
         raise DataError(f"{rows.source}: {counted(len(columns), 'column')}; {_needed(encoding)}")
@@ -593,13 +551,12 @@ def _needed(encoding: Encoding) -> str:
 # ---- reading ----
 
 
-def read_csv(source: Any, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
-    """Parse a table.
+def to_table(rows: TableRows, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
+    """Make a table of rows: its features, its labels, and what its columns are.
 
     Args:
-        source: the file, or a DataFrame; of a trained model also a mapping of columns, mappings of
-            cells, or rows.
-        rules: how to read it.
+        rows: of a file, or in memory; see `readers.read_table`.
+        rules: how to read them.
         labelled: whether to read labels; a table without them needs the encoding of another one.
 
     Raises:
@@ -609,7 +566,6 @@ def read_csv(source: Any, rules: TableRules = NO_RULES, labelled: bool = True) -
     """
     if rules.decimal not in ("", *MARKS):
         raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
-    rows = _rows_of(source, rules) if isinstance(source, Path) else _rows_in(source)
     encoding = rules.encoding
     plan = _plan_other(rows, rules, labelled) if encoding else _plan_training(rows, rules)
     read = _read(rows, plan, rules)
@@ -620,6 +576,7 @@ def read_csv(source: Any, rules: TableRules = NO_RULES, labelled: bool = True) -
         read.lines,
         names,
         rows.header is not None,
+        rows.is_typed,
         read.matrix,
         read.texts,
         read.mark,
@@ -682,7 +639,9 @@ class _Read:
         return [told] * bool(self.unlabelled)
 
 
-def _labelled(rows: _Rows, plan: _Plan, mark: str) -> Iterator[tuple[int, str | None, list[Cell]]]:
+def _labelled(
+    rows: TableRows, plan: _Plan, mark: str
+) -> Iterator[tuple[int, str | None, list[Cell]]]:
     """Yield the line, label and cells of each row; the label is None if there is none."""
     for line, cells in rows.read():
         label: str | None = ""
@@ -693,7 +652,7 @@ def _labelled(rows: _Rows, plan: _Plan, mark: str) -> Iterator[tuple[int, str | 
         yield line, label, cells
 
 
-def _read(rows: _Rows, plan: _Plan, rules: TableRules) -> _Read:
+def _read(rows: TableRows, plan: _Plan, rules: TableRules) -> _Read:
     """Return the cells of a table.
 
     Raises:
@@ -701,8 +660,8 @@ def _read(rows: _Rows, plan: _Plan, rules: TableRules) -> _Read:
     """
     known = rules.decimal or (rules.encoding[0].mark if rules.encoding else "")
     read = _Read(rows.width, known or ".")
-    finds_mark = rows.is_file and not known
-    stays_text = not rows.is_file and not rules.encoding  # a DataFrame knows its texts
+    finds_mark = not rows.is_typed and not known
+    stays_text = rows.is_typed and not rules.encoding
     features = {*plan.places}
     unread = [place for place in range(rows.width) if place not in features]
     for line, label, cells in _labelled(rows, plan, read.mark):
@@ -720,7 +679,7 @@ def _read(rows: _Rows, plan: _Plan, rules: TableRules) -> _Read:
             if not is_missing(text := spelled(cells[place], read.mark)):
                 read.texts[place][row] = text
             cells[place] = UNREAD
-        numbers = _plain_numbers(cells, read)
+        numbers = [] if stays_text else _plain_numbers(cells, read)
         if finds_mark and not (numbers and "." in read.shown):
             for place in plan.places:
                 read.note_mark(line, place, cells[place])
@@ -763,7 +722,7 @@ def _numbers_of(cells: Sequence[Cell], read: _Read, row: int, stays_text: bool) 
 # ---- the decimal mark ----
 
 
-def _find_mark(rows: _Rows, read: _Read) -> None:
+def _find_mark(rows: TableRows, read: _Read) -> None:
     """Find the decimal mark that the numbers of a training table show, and read them by it.
 
     Raises:
@@ -808,7 +767,7 @@ def _find_mark(rows: _Rows, read: _Read) -> None:
 
 
 def _find_kinds(
-    rows: _Rows, plan: _Plan, read: _Read, documents: Collection[int]
+    rows: TableRows, plan: _Plan, read: _Read, documents: Collection[int]
 ) -> dict[int, ColumnKind]:
     """Return the kind of each column of a training table; of texts, note all cells as written."""
     counts = (~np.isnan(read.matrix)).sum(axis=0).tolist()
@@ -834,7 +793,7 @@ def _values(read: _Read, place: int) -> Collection[str]:
 
 
 def _check_first_row(
-    rows: _Rows, plan: _Plan, read: _Read, kinds: Mapping[int, ColumnKind]
+    rows: TableRows, plan: _Plan, read: _Read, kinds: Mapping[int, ColumnKind]
 ) -> None:
     """Refuse a first row of texts that may be data: one occurs again below, and none is above
     numbers or dates.
@@ -843,7 +802,7 @@ def _check_first_row(
         DataError: with the text.
     """
     header, has_numbers = rows.header, np.any(~np.isnan(read.matrix), axis=0).tolist()
-    if header is None or not rows.is_file:
+    if header is None or rows.is_typed:
         return
     for place, kind in kinds.items():
         if header[place] and (kind == "date" or (kind == "number" and has_numbers[place])):
@@ -860,7 +819,7 @@ def _check_first_row(
             )
 
 
-def _check_labels(rows: _Rows, read: _Read) -> None:
+def _check_labels(rows: TableRows, read: _Read) -> None:
     """Take the spaces around labels away; see `check_spelling`.
 
     Raises:
@@ -917,7 +876,7 @@ def to_dataset(
     """Convert a table to a data set.
 
     Args:
-        table: a result of `read_csv`.
+        table: a result of `to_table`.
         name: of the data set.
         class_names: of the training table, if this is a test table; else empty.
         predicts: the kind of labels; "any" means quantities if a label has a fraction.
@@ -988,11 +947,3 @@ def refuse_rules(what: str, rules: TableRules) -> None:
     for name in names:
         if getattr(rules, name) != getattr(NO_RULES, name) and not rules.encoding:
             raise UsageError(f"{what} is no table with columns to choose; leave {name} out")
-
-
-def load_csv(
-    source: Any, name: str, predicts: LabelKind = "classes", rules: TableRules = NO_RULES
-) -> Dataset:
-    """Return the data set of a CSV file, or of a DataFrame."""
-    table = read_csv(source, rules)
-    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding)

@@ -26,143 +26,36 @@ memory:
 
 KEY is a hash of the text, the tokenizer, and the rule that makes documents.
 
-Documents are read one by one from a file in UTF-8, plain or .gz:
-
-    .txt          the full file is one document; for sentences, each line that is not empty is one
-    .csv          each row is one: the chosen columns, joined by newlines
-    .jsonl        each line is one: the chosen fields of its object, joined by newlines
+Documents are read one by one from a file in UTF-8, plain or .gz: see `documents`.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256 as hashed
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
-from nnmpi.base.errors import DataError, UsageError, expect, raised_as
+from nnmpi.base.errors import DataError, expect, raised_as
 from nnmpi.base.files import (
     cache_folder,
     folder_atomically,
     json_text,
     locked,
-    parse_json,
-    read_lines,
     sha256,
 )
 from nnmpi.base.settled import Settled
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
+from nnmpi.data.documents import Pieces
 from nnmpi.data.names import TOKENIZER, Names
-from nnmpi.data.tables import read_cells
+from nnmpi.data.readers import read_documents
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
-PIECE = 2**20  # characters: size of the pieces that a document is tokenized in
-ENDINGS = (".txt", ".jsonl")
 TOKENS, ENDS = "tokens.bin", "ends.npy"
-
-
-# ---- documents ----
-
-
-def is_text(path: Path, columns: Sequence[str]) -> bool:
-    """Return whether a file holds text, by its suffix; a .csv does if text columns are given."""
-    name = path.name.removesuffix(".gz")
-    return name.endswith(ENDINGS) or (bool(columns) and name.endswith(".csv"))
-
-
-def read_documents(
-    path: Path, columns: Sequence[str] = (), lines: bool = False
-) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of a file's documents, each with a flag: whether it ends its document.
-
-    Args:
-        path: a .txt, .csv or .jsonl file, or one of these with .gz.
-        columns: of the table; the default is "text" for .jsonl.
-        lines: whether each line of a .txt is a document.
-
-    Raises:
-        UsageError: for a missing column.
-        DataError: for an unreadable file, one that is not UTF-8 or not a table, and for an empty
-            document.
-    """
-    is_text, empty = path.name.removesuffix(".gz").endswith(".txt"), True
-    if is_text and columns:
-        raise UsageError(
-            f"{path} has no columns: it is not a table; leave {', '.join(columns)} out"
-        )
-    whole_lines = ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip())
-    pieces = whole_lines if lines else _pieces(path)
-    for text, is_whole in pieces if is_text else _rows(path, columns or ("text",)):
-        empty = empty and not text.strip()
-        yield text, is_whole and not empty
-    if empty:
-        raise DataError(f"{path}: the document is empty; give a text, in UTF-8")
-
-
-def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield one document in pieces of about PIECE characters.
-
-    The tokens must be those of the undivided text. A piece therefore ends before a line whose first
-    character is no space: no tokenizer merges across it. It does not end after an empty line: there
-    the split of GPT-2's pattern depends on the next character.
-    """
-    piece, size = [""], 0
-    for line in read_lines(path):
-        if size > PIECE and line[:1].strip() and piece[-1][-2:-1].strip():
-            yield "".join(piece), False
-            piece, size = [], 0
-        piece.append(line)
-        size += len(line)
-    yield "".join(piece), True
-
-
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the chosen cells of each row, as one document."""
-    for line, names, cells in _records(path):
-        where = f"{path}, line {line}"
-        for column in columns:
-            if names.count(column) != 1:
-                raise UsageError(
-                    f"{where} must have one column {column!r}; its columns are: {', '.join(names)}"
-                )
-        try:  # TypeError: not a text; UnicodeEncodeError: half of a character, such as "\ud800"
-            text = "\n".join(cells[names.index(column)] for column in columns)
-            text.encode()
-        except (TypeError, UnicodeEncodeError):
-            raise DataError(f"{where}: a column is not Unicode text") from None
-        if not text.strip():
-            raise DataError(
-                f"{where}: the document is empty; remove the row, or choose other columns"
-            )
-        yield text, True
-
-
-def _records(path: Path) -> Iterator[tuple[int, list[str], list[Any]]]:
-    """Yield the line number, names and cells of each row of a CSV table, or of JSON Lines."""
-    if path.name.removesuffix(".gz").endswith(".csv"):
-        rows = read_cells(path)
-        _, header = next(rows, (1, []))
-        yield from ((line, header, cells) for line, cells in rows)
-        return
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.strip():
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                what = "not a JSON object; give one with a field for each column"
-                raise DataError(f"{path}, line {number}: {what}")
-            yield number, [*row], [*row.values()]
-
-
-# ---- tokens ----
 
 
 @dataclass(frozen=True)
@@ -184,7 +77,7 @@ class TextSource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
 
-    def pieces(self) -> Iterator[tuple[str, bool]]:
+    def pieces(self) -> Pieces:
         """Yield the documents' pieces; see `read_documents`."""
         return read_documents(self.path, self.columns, self.sentences)
 

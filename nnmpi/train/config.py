@@ -243,9 +243,10 @@ class DataConfig:
     """The data set."""
 
     dataset: str = "digits"
-    """iris or digits (bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or
-    folder. For language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or .csv with
-    --text-columns. FILE.py:NAME: a function () that returns a training and a test Dataset.
+    """iris or digits (bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .jsonl,
+    .npz or folder. For language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or
+    .csv with --text-columns. FILE.py:NAME: a function () that returns a training and a test
+    Dataset.
     """
     tokenizer: str | None = None
     """Tokenizer of text: characters, bytes, or the path of a saved one: a tokenizer.json, or
@@ -253,7 +254,7 @@ class DataConfig:
     --pretrained, the one saved there).
     """
     text_columns: str = ""
-    """Text columns of a .csv or .jsonl, joined by line breaks, such as problem,solution. With
+    """Columns of text of a table, joined by line breaks, such as problem,solution. With
     --target, the words of these columns are features, beside the other columns.
     """
     text_samples: Literal["blocks", "sentences"] = "blocks"
@@ -261,18 +262,19 @@ class DataConfig:
     similar lengths.
     """
     target: str = ""
-    """Column of a .csv to predict, labels or numbers, by name or by number from 1 (default: the
+    """Column of a table to predict, labels or numbers, by name or by number from 1 (default: the
     last).
     """
     drop: str = ""
-    """Columns of a .csv to leave out, by names or numbers from 1, separated by commas."""
+    """Columns of a table to leave out, by names or numbers from 1, separated by commas."""
     sample_shape: tuple[int, ...] | None = None
-    """Shape of a row of a .csv, such as 28,28,1 for the pixels of an image (default: its features).
+    """Shape of a row of a table, such as 28,28,1 for the pixels of an image (default: its
+    features).
     """
     decimal: Literal["auto", ".", ","] = "auto"
-    """Decimal mark of a .csv. auto: the one that its numbers show."""
+    """Decimal mark of a table. auto: the one that its numbers show."""
     header: bool = True
-    """Whether the first line of a .csv names its columns; if not, they are called 1, 2, 3 ..."""
+    """Whether the first line of a table names its columns; if not, they are called 1, 2, 3 ..."""
     data_dir: Path | None = None
     """Folder of the data set's files. Without it they are downloaded once per node."""
     test_fraction: float = 0.2

@@ -23,8 +23,8 @@ from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
+from nnmpi.data.readers import is_table
 from nnmpi.data.sampler import check_partition
-from nnmpi.data.tables import is_table
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
@@ -311,10 +311,9 @@ def text_source(config: Config) -> TextSource | None:
         UsageError: for a missing text, and for options of texts without a text.
     """
     data, model = config.data, config.model
-    is_words = data.target and is_table(Path(data.dataset))  # of --text-columns, as features
     path = None
     if not is_custom(data.dataset):
-        path = find_text(data.dataset, () if is_words else data.columns)
+        path = find_text(data.dataset, data.columns, has_label=bool(data.target))
     if path is None:
         if model.model in SEQUENCE_MODELS and is_table(Path(data.dataset)):
             raise UsageError(

@@ -36,7 +36,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import read_array
-from nnmpi.data.tables import read_csv
+from nnmpi.data.readers import read_table
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
@@ -83,7 +83,7 @@ def read_rows(
     """Return a table's samples by the rules of the model's, and say what was replaced in it.
 
     Args:
-        source: see `read_csv`.
+        source: see `read_table`.
         signature: the model's.
         say: called with each sentence.
         header, decimal: see `TableRules`.
@@ -95,7 +95,7 @@ def read_rows(
     shape = signature.sample_shape
     if not rules.encoding:
         raise DataError(f"rows of a table do not fit a model that takes {shape}; give an array")
-    table = read_csv(source, rules, labelled=False)
+    table = read_table(source, rules, labelled=False)
     for note in table.notes:
         say(f"{table.source}: {note}")
     return table.features

@@ -30,10 +30,10 @@ from nnmpi import NnmpiError, simulate
 from nnmpi.base.errors import HelpAsked
 from nnmpi.commands import evaluate, export, generate, predict
 from nnmpi.data import load_tokenizer
-from nnmpi.data.arrays import load_npz
+from nnmpi.data.arrays import load_arrays, read_npz
 from nnmpi.data.images import load_cifar, load_idx, read_image
-from nnmpi.data.tables import TableRules, read_csv
-from nnmpi.data.text import read_documents
+from nnmpi.data.readers import read_documents, read_table
+from nnmpi.data.tables import TableRules
 from nnmpi.lab import doctor, plan, report
 from nnmpi.lab.comm import main as comm
 from nnmpi.models.torch_weights import read_torch
@@ -147,11 +147,11 @@ def _readers(file):
     kind, folder = file.suffix, file.parent
     if file.name.endswith((".csv", ".csv.gz")):
         named = file.name.startswith("a")
-        yield lambda: read_csv(file, TableRules(header=named))
+        yield lambda: read_table(file, TableRules(header=named))
         yield lambda: list(read_documents(file, ("p",)))
         yield on_one_rank(predict.main, folder / "mlp", file, *["--no-header"] * (not named))
     if kind == ".npz":
-        yield lambda: load_npz(file, "a", "any")
+        yield lambda: load_arrays(file, "a", read_npz, "any")
         yield on_one_rank(
             train, "--dataset", file, "--model", "mlp", "--max-steps", 1, "--out", folder / "new"
         )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi.data import Dataset, load
-from nnmpi.data.arrays import load_npz, read_samples
+from nnmpi.data.arrays import load_arrays, read_npz, read_samples
 from nnmpi.data.columns import plain as plain_rules
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
@@ -25,8 +25,8 @@ from nnmpi.data.images import (
     read_idx,
     read_image,
 )
-from nnmpi.data.tables import TableRules, read_csv, to_dataset
-from nnmpi.data.text import read_documents
+from nnmpi.data.readers import read_documents, read_table
+from nnmpi.data.tables import TableRules, to_dataset
 from tests.data.locked import lock
 from tests.harness.refusals import data_error
 
@@ -36,7 +36,7 @@ from tests.harness.refusals import data_error
 def table(tmp_path, text, header=True, **options):
     path = tmp_path / "t.csv"
     path.write_text(text)
-    return to_dataset(read_csv(path, TableRules(header=header)), "t", **options)
+    return to_dataset(read_table(path, TableRules(header=header)), "t", **options)
 
 
 @pytest.mark.parametrize("header", ["", "width,height,kind\n"])
@@ -117,7 +117,7 @@ def test_quantities_and_unlabelled_tables(tmp_path):
     assert table(tmp_path, "a,b\nTRUE,x\nfalse,y\n").x.tolist() == [[1], [0]]
     data_error(
         "3 columns; the model needs 1, 2, 3, 4, 5",
-        lambda: read_csv([[1, 2, 3]], TableRules(encoding=plain_rules((), 5)), labelled=False),
+        lambda: read_table([[1, 2, 3]], TableRules(encoding=plain_rules((), 5)), labelled=False),
     )
 
 
@@ -152,7 +152,7 @@ def test_arrays_become_parts(tmp_path):
         1.0,
     )
     np.testing.assert_array_equal(
-        read_samples(tmp_path / "a.npz"), np.full((20, 4, 5), 255, np.uint8)
+        read_samples(tmp_path / "a.npz", read_npz), np.full((20, 4, 5), 255, np.uint8)
     )
 
 
@@ -241,7 +241,7 @@ def test_damaged_archive_is_named(tmp_path, damage):
     pair(tmp_path, x=X, y=Y)
     path = tmp_path / "a.npz"
     path.write_bytes(damage(path.read_bytes()))
-    data_error(r"a\.npz: (not a complete \.npz|holds)", load_npz, path, "a")
+    data_error(r"a\.npz: (not a complete \.npz|holds)", load_arrays, path, "a", read_npz)
 
 
 def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
@@ -257,13 +257,13 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "b.npz", x=np.zeros((2**20, 2)), y=np.zeros(2**20, int))
     monkeypatch.setattr("nnmpi.base.files.TEXT_BYTES", 2**16)
     for times, read in (
-        (30, lambda: read_csv(tmp_path / "a.csv.gz")),
+        (30, lambda: read_table(tmp_path / "a.csv.gz")),
         (100, lambda: read_idx(tmp_path / "images.gz", 1)),
-        (100, lambda: load_npz(tmp_path / "b.npz", "b")),
+        (100, lambda: load_arrays(tmp_path / "b.npz", "b", read_npz)),
     ):
         data_error(f"unpacks to more than {times} times its size", read)
     np.savez_compressed(tmp_path / "c.npz", x=X, y=Y, junk=np.zeros(2**22))  # of which nobody asks
-    assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
+    assert len(load_arrays(tmp_path / "c.npz", "c", read_npz)[0]) == 20
 
 
 def test_an_archive_within_the_archive_is_not_unpacked(tmp_path):
@@ -281,7 +281,7 @@ def test_heaps_of_nothing_end_early(tmp_path, monkeypatch, name):
     monkeypatch.setattr("nnmpi.base.files.LINE", 1000)
     file = tmp_path / name
     good = '{"text": "a"}\n' if name == "a.jsonl" else "a,b\n1,0\n"
-    read = {"a.csv": lambda: read_csv(file)}.get(name, lambda: [*read_documents(file, (), False)])
+    read = {"a.csv": lambda: read_table(file)}.get(name, lambda: [*read_documents(file, (), False)])
     file.write_text(good + "\n" * 1000 + "2,1\n" * (name == "a.csv"))
     read()
     file.write_text(good + " \n" * 1001 + good if name == "a.txt" else good + "\n" * 1001 + good)
@@ -307,7 +307,13 @@ def test_images_of_far_more_pixels_than_bytes_are_refused(tmp_path, monkeypatch)
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     lock(tmp_path, monkeypatch)
-    data_error(r"a\.npz: cannot be read \(Permission denied\)", load_npz, tmp_path / "a.npz", "a")
+    data_error(
+        r"a\.npz: cannot be read \(Permission denied\)",
+        load_arrays,
+        tmp_path / "a.npz",
+        "a",
+        read_npz,
+    )
 
 
 # ---- IDX ----
@@ -610,7 +616,7 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path):
     for names in ("X_train y_train X_test y_test", "x_training y_training x_val y_val"):
         parts = dict(zip(names.split(), (X, Y, X[:7], Y[:7]), strict=True))
         assert [len(part) for part in pair(tmp_path, **parts)] == [20, 7], names
-        assert len(read_samples(tmp_path / "a.npz")) == 7
+        assert len(read_samples(tmp_path / "a.npz", read_npz)) == 7
     assert [len(part) for part in pair(tmp_path, x=X, y=Y, x_valid=X, y_valid=Y)] == [20, 20]
     data_error(
         "holds train_images, train_labels; needs x and y",

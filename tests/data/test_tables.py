@@ -15,7 +15,8 @@ from nnmpi.data import Dataset, load
 from nnmpi.data.cells import split_words
 from nnmpi.data.columns import MOST_OF_TEXTS, SURE_INDEX, TEXTS_SHARE
 from nnmpi.data.dataset import MISSING, split_indices
-from nnmpi.data.tables import READERS, TableRules, read_csv, to_dataset
+from nnmpi.data.readers import BY_PANDAS, read_table
+from nnmpi.data.tables import TableRules, to_dataset
 from tests.data.test_items import Frame
 from tests.harness.refusals import data_error, usage_error
 
@@ -27,13 +28,13 @@ def write(folder, text, name="t.csv"):
 
 
 def table(folder, text, predicts="any", **rules):
-    return to_dataset(read_csv(write(folder, text), TableRules(**rules)), "t", predicts=predicts)
+    return to_dataset(read_table(write(folder, text), TableRules(**rules)), "t", predicts=predicts)
 
 
 def other(folder, text, like, labelled=False, **rules):
     """Return another table, read by the rules of the first."""
     rules = TableRules(encoding=like.encoding, **rules)
-    return read_csv(write(folder, text, "o.csv"), rules, labelled)
+    return read_table(write(folder, text, "o.csv"), rules, labelled)
 
 
 def refused(folder, match, text, **rules):
@@ -104,7 +105,7 @@ def test_codes_among_texts_are_texts_as_they_are_written(tmp_path):
     ]
     assert new.notes == ("texts that training has not seen, as if missing: '07' in v",)
     # a frame's numbers among texts, and numbers of one text, have their shortest spelling
-    assert read_csv(
+    assert read_table(
         {"v": [7, 7.0, "007"], "w": [0, 0, 0]}, TableRules(encoding=data.encoding), False
     ).features[:, :-1].argmax(1).tolist() == [
         sorted(codes).index(code) for code in ("7", "7", "007")
@@ -142,7 +143,7 @@ def test_numbers_that_float32_cannot_tell_apart_are_refused(tmp_path):
         text = column([1, 2, cell])
         refused(tmp_path, r"line 4, column 1 \(v\): -?(inf|1e\+39) is not a finite float32", text)
     with pytest.raises(DataError, match="inf is not a finite"):
-        read_csv({"v": [1, 10**400], "k": ["x", "y"]})
+        read_table({"v": [1, 10**400], "k": ["x", "y"]})
 
 
 # ---- separators, names, decimal marks ----
@@ -219,7 +220,7 @@ def test_oranges_tables_are_refused_whatever_their_third_line_is(tmp_path, third
     rows = "".join(f"{20 + i}\t{'mf'[i % 2]}\t{'ny'[i % 3 == 0]}\n" for i in range(40))
     for kinds in ("continuous\tm f\tdiscrete", "c\td\td", "C\t\tclass"):
         path = write(tmp_path, f"age\tsex\twon\n{kinds}\n{third}\n{rows}", "t.tab")
-        data_error("Orange's tables|cells, but the first line", read_csv, path)
+        data_error("Orange's tables|cells, but the first line", read_table, path)
 
 
 def test_other_encodings_are_refused(tmp_path):
@@ -229,7 +230,7 @@ def test_other_encodings_are_refused(tmp_path):
     ):
         content = "München,k\n1,x\n2,y\n".encode(coding)
         (tmp_path / name).write_bytes(gzip.compress(content) if "gz" in name else content)
-        data_error(match, read_csv, tmp_path / name)
+        data_error(match, read_table, tmp_path / name)
 
 
 def test_a_named_decimal_mark_is_the_tables(tmp_path):
@@ -363,13 +364,13 @@ def test_a_table_in_memory_is_read_as_a_file_is(tmp_path):
     columns = {"SEX": ["m", "d"], "age": [None, np.array(1.5)], "seen": ["2024-03-05", None]}
     mappings = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for source in (rows, columns, mappings, Frame(columns)):
-        result = read_csv(source, rules, labelled=False)
+        result = read_table(source, rules, labelled=False)
         np.testing.assert_array_equal(result.features, expected.features)
         assert result.notes == expected.notes
     for wrong in ({"sex": ["m", "f"], "age": [1]}, [{"sex": 1, "age": 2}, {"sex": 1}], [1, 2]):
-        data_error("is no table; give a Da", read_csv, wrong, rules, labelled=False)
+        data_error("is no table; give a Da", read_table, wrong, rules, labelled=False)
     comma = table(tmp_path, "v;k\n1,5;x\n2,5;y\n")
-    read = read_csv([["1,5"], [1.5]], TableRules(encoding=comma.encoding), labelled=False)
+    read = read_table([["1,5"], [1.5]], TableRules(encoding=comma.encoding), labelled=False)
     assert read.features.tolist() == [[1.5], [1.5]]
 
 
@@ -387,6 +388,8 @@ def test_a_frame_is_loaded_by_the_rule_and_its_texts_remain_texts():
     train, test = load(frame)
     assert (len(train), len(test), train.class_names) == (32, 8, ("n", "y"))
     assert train.columns == ("code=007", "code=250", "code=7", "v", "day", "is")
+    texts = Frame({name: frame[name] for name in ("code", "k")})  # and nothing else
+    assert load(texts)[0].columns == ("code=007", "code=250", "code=7")
     train, _ = load(frame, target="v", predicts="quantities", drop=["day"])
     assert train.predicts == "quantities" and train.target == "v"
     assert load(frame, encoding=load(frame)[0].encoding, target="k")[0].columns[0] == "code=007"
@@ -524,14 +527,14 @@ def test_pixels_become_images(tmp_path):
     assert floats.x.dtype == np.float32
 
 
-@pytest.mark.parametrize("suffix", [*sorted({*READERS} - {"jsonl"}), "csv.bz2", "csv.zip", "fits"])
+@pytest.mark.parametrize("suffix", [*sorted(BY_PANDAS), "csv.bz2", "csv.zip", "fits"])
 def test_other_files_are_refused_with_the_code_that_reads_them(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(b"PAR1")
     match = r"a\..* files are not read; .*(pandas|numpy)\..*nnmpi.data.load\("
     with pytest.raises(UsageError, match=match) as raised:
         load(str(path))
-    assert READERS.get(suffix, "pandas.read_csv(").partition("(")[0] in str(raised.value)
+    assert BY_PANDAS.get(suffix, "pandas.read_csv(").partition("(")[0] in str(raised.value)
     assert repr(str(path)) in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -611,7 +614,7 @@ def test_random_tables_are_read_as_they_were_written_or_refused(tmp_path):
         )
         given = mark if draw.random() < 0.5 else ""
         try:
-            read = read_csv(path, TableRules(header=header, decimal=given))
+            read = read_table(path, TableRules(header=header, decimal=given))
         except NnmpiError as error:
             assert "\n" not in str(error)
             counts["refused"] += 1
@@ -629,7 +632,7 @@ def test_random_tables_are_read_as_they_were_written_or_refused(tmp_path):
             np.testing.assert_array_equal(part, expected.astype(np.float32), f"seed {seed}")
             at += len(rule.features)
         save([names] * header + rows)
-        new = read_csv(path, TableRules(encoding=read.encoding, header=header), labelled=False)
+        new = read_table(path, TableRules(encoding=read.encoding, header=header), labelled=False)
         np.testing.assert_array_equal(new.features, read.features, f"seed {seed}")
     assert counts["equal"] > 150 and counts["refused"] > 50, counts
 
@@ -668,7 +671,7 @@ def test_what_pandas_writes_is_read_as_its_frame(tmp_path):
         x = np.hstack([part.fillna(part.median()).to_numpy(float) for part in numbers])
         for source in (path, frame):
             try:
-                table = read_csv(source, TableRules(decimal=mark))
+                table = read_table(source, TableRules(decimal=mark))
             except DataError as error:
                 assert "unclear what separates" in str(error) or "no column is left" in str(error)
                 continue
@@ -715,7 +718,7 @@ def test_ten_times_the_file_costs_ten_times_the_calls_and_memory(tmp_path, kind)
         tracemalloc.start()
         sys.setprofile(count)
         try:
-            to_dataset(read_csv(path), "t", predicts="any")
+            to_dataset(read_table(path), "t", predicts="any")
         except NnmpiError as error:
             assert len(str(error)) < 3000
         finally:

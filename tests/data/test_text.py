@@ -15,8 +15,8 @@ from nnmpi.base.errors import UsageError
 from nnmpi.data import Loader, TextSource, load, load_text, load_tokenizer, prepare_tokens
 from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text
+from nnmpi.data.readers import read_documents
 from nnmpi.data.sampler import POOL, by_length
-from nnmpi.data.text import read_documents
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer
 from tests.data.locked import lock
 from tests.harness.refusals import data_error, refuses, usage_error
