@@ -15,7 +15,7 @@ from typing import Any
 from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.base.files import parse_json, read_lines
 from nnmpi.data.cells import Cell
-from nnmpi.data.tables import TableRows, TableRules, name_of
+from nnmpi.data.tables import CellRows, TableRules, name_of
 
 TEXT = "text"  # the field that makes a file one of documents
 
@@ -44,7 +44,7 @@ def has_text(path: Path) -> bool:
     return path.is_file() and any(TEXT in row for _, row in _first(path))
 
 
-def json_rows(path: Path, rules: TableRules) -> TableRows:
+def json_rows(path: Path, rules: TableRules) -> CellRows:
     """Return the rows of a table.
 
     Raises:
@@ -67,7 +67,7 @@ def json_rows(path: Path, rules: TableRules) -> TableRows:
         for line, row in json_objects(path):
             yield line, [_cell(path, line, row, field, field in unread) for field in fields]
 
-    return TableRows(path, read, len(fields), names)
+    return CellRows(path, read, len(fields), names)
 
 
 def _first(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

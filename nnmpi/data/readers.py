@@ -32,7 +32,7 @@ class Reader:
     Attributes:
         suffixes: of the files, in lower case.
         gives: what is read, and by which call of `read`:
-            table   (path, rules) -> `TableRows`
+            table   (path, rules) -> `CellRows`
             text    (path, columns, whether each line is a document) -> `Pieces`
             arrays  (path, names) -> ({name: array}, the names of all arrays)
             image   (path, shape) -> bytes of that shape

@@ -234,7 +234,7 @@ def _ragged(path: Path, line: int, count: int, width: int, header: bool) -> Data
 
 
 @dataclass(frozen=True)
-class TableRows:
+class CellRows:
     """The rows of a table.
 
     Attributes:
@@ -304,7 +304,7 @@ def _check_different(source: object, names: Sequence[str]) -> None:
             )
 
 
-def delimited_rows(path: Path, rules: TableRules) -> TableRows:
+def delimited_rows(path: Path, rules: TableRules) -> CellRows:
     """Return the rows of a file whose cells stand between separators.
 
     Raises:
@@ -332,7 +332,7 @@ def delimited_rows(path: Path, rules: TableRules) -> TableRows:
     if not (second if rules.header else first):
         raise DataError(f"{path}: the table has no rows of data")
     header = [*map(name_of, first)] if rules.header else None
-    return TableRows(path, read, len(first), header, line, separator, is_typed=False)
+    return CellRows(path, read, len(first), header, line, separator, is_typed=False)
 
 
 def _is_orange(path: Path, kinds: Collection[str]) -> bool:
@@ -345,7 +345,7 @@ def is_frame(source: Any) -> bool:
     return hasattr(type(source), "columns") and hasattr(type(source), "to_numpy")
 
 
-def rows_in(source: Any) -> TableRows:
+def rows_in(source: Any) -> CellRows:
     """Return the rows of a table in memory."""
     name = type(source).__name__
     is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
@@ -370,7 +370,7 @@ def rows_in(source: Any) -> TableRows:
     if not cells:
         raise DataError(f"{name}: the table has no rows of data")
     header = None if names is None else [*map(name_of, names)]
-    return TableRows(
+    return CellRows(
         name, lambda: ((line, [*row]) for line, row in enumerate(cells, 1)), width, header
     )
 
@@ -408,7 +408,7 @@ class _Plan:
     notes: tuple[str, ...] = ()
 
 
-def _plan_training(rows: TableRows, rules: TableRules) -> _Plan:
+def _plan_training(rows: CellRows, rules: TableRules) -> _Plan:
     """Return what is read of a training table."""
     if rows.width < 2 and rows.is_typed:
         raise DataError(
@@ -430,7 +430,7 @@ def _plan_training(rows: TableRows, rules: TableRules) -> _Plan:
     return _Plan([place for place in left if place != target], [], target)
 
 
-def _plan_other(rows: TableRows, rules: TableRules, labelled: bool) -> _Plan:
+def _plan_other(rows: CellRows, rules: TableRules, labelled: bool) -> _Plan:
     """Return what is read of a table for which the training table's encoding holds."""
     encoding, names = rules.encoding, rows.names
     is_known = rows.header is not None and _has_names(encoding)
@@ -528,7 +528,7 @@ def find_places(source: object, names: Sequence[str], encoding: Encoding) -> lis
     return places
 
 
-def _places_in_order(rows: TableRows, encoding: Encoding) -> list[int]:
+def _places_in_order(rows: CellRows, encoding: Encoding) -> list[int]:
     """Return where the columns of the rules are in another table, without names.
 
     They stand in the order of the training table: the features alone, or in a file all its columns.
@@ -551,7 +551,7 @@ def _needed(encoding: Encoding) -> str:
 # ---- reading ----
 
 
-def to_table(rows: TableRows, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
+def to_table(rows: CellRows, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
     """Make a table of rows: its features, its labels, and what its columns are.
 
     Args:
@@ -640,7 +640,7 @@ class _Read:
 
 
 def _labelled(
-    rows: TableRows, plan: _Plan, mark: str
+    rows: CellRows, plan: _Plan, mark: str
 ) -> Iterator[tuple[int, str | None, list[Cell]]]:
     """Yield the line, label and cells of each row; the label is None if there is none."""
     for line, cells in rows.read():
@@ -652,7 +652,7 @@ def _labelled(
         yield line, label, cells
 
 
-def _read(rows: TableRows, plan: _Plan, rules: TableRules) -> _Read:
+def _read(rows: CellRows, plan: _Plan, rules: TableRules) -> _Read:
     """Return the cells of a table.
 
     Raises:
@@ -722,7 +722,7 @@ def _numbers_of(cells: Sequence[Cell], read: _Read, row: int, stays_text: bool) 
 # ---- the decimal mark ----
 
 
-def _find_mark(rows: TableRows, read: _Read) -> None:
+def _find_mark(rows: CellRows, read: _Read) -> None:
     """Find the decimal mark that the numbers of a training table show, and read them by it.
 
     Raises:
@@ -767,7 +767,7 @@ def _find_mark(rows: TableRows, read: _Read) -> None:
 
 
 def _find_kinds(
-    rows: TableRows, plan: _Plan, read: _Read, documents: Collection[int]
+    rows: CellRows, plan: _Plan, read: _Read, documents: Collection[int]
 ) -> dict[int, ColumnKind]:
     """Return the kind of each column of a training table; of texts, note all cells as written."""
     counts = (~np.isnan(read.matrix)).sum(axis=0).tolist()
@@ -793,7 +793,7 @@ def _values(read: _Read, place: int) -> Collection[str]:
 
 
 def _check_first_row(
-    rows: TableRows, plan: _Plan, read: _Read, kinds: Mapping[int, ColumnKind]
+    rows: CellRows, plan: _Plan, read: _Read, kinds: Mapping[int, ColumnKind]
 ) -> None:
     """Refuse a first row of texts that may be data: one occurs again below, and none is above
     numbers or dates.
@@ -819,7 +819,7 @@ def _check_first_row(
             )
 
 
-def _check_labels(rows: TableRows, read: _Read) -> None:
+def _check_labels(rows: CellRows, read: _Read) -> None:
     """Take the spaces around labels away; see `check_spelling`.
 
     Raises:

@@ -1,12 +1,13 @@
 """The rules. Each takes the files and yields sentences, each beginning with file:line."""
 
 import ast
+import gc
 import re
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 from tests.layering import layers
-from tests.layering.source import PACKAGE, imports, part_of, read_tree
+from tests.layering.source import PACKAGE, imports, part_of, read_tree, walk
 
 MUTATORS = frozenset(
     {
@@ -58,8 +59,14 @@ class Tree:
 
 def violations(root):
     """Return every breach of a rule by the package under `root`."""
-    tree = Tree(root)
-    return [sentence for rule in RULES for sentence in rule(tree)]
+    collects = gc.isenabled()
+    gc.disable()  # it would visit a million nodes again and again, which all stay
+    try:
+        tree = Tree(root)
+        return [sentence for rule in RULES for sentence in rule(tree)]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def lower_layers_only(tree):
@@ -98,7 +105,7 @@ def wings_unknown(tree):
     for source in tree.sources:
         if source.part in layers.WINGS or source.path in layers.DOORS:
             continue
-        for node in _strings(source.nodes):
+        for node in source.strings:
             if found := named.search(node.value):
                 yield (
                     f"{source.path}:{node.lineno}: names {found.group()}, a wing; base/wings.py and"
@@ -195,7 +202,7 @@ def options_in_train(tree):
     Docstrings may show a command as an example.
     """
     for source in tree.sources:
-        for node in [] if _may_talk(source) else _strings(source.nodes):
+        for node in [] if _may_talk(source) else source.strings:
             for flag in FLAG.findall(node.value):
                 if flag not in layers.FOREIGN_FLAGS:
                     yield (
@@ -210,7 +217,7 @@ def no_shared_state(tree):
         names = {name for node in source.tree.body for name in _assigned(node)}
         functions = [node for node in source.nodes if isinstance(node, ast.FunctionDef)]
         for function in functions if names else []:
-            inside = [*ast.walk(function)]
+            inside = walk(function)
             local = {name for node in inside for name in _assigned(node)}
             for line, name in _changes(inside):
                 if name in names - local:
@@ -253,8 +260,8 @@ def one_meaning(tree):
 
 def _aliases(node):
     """Return the names of types that an assignment defines, in capitals and small letters."""
-    if isinstance(getattr(node, "value", None), ast.Call):  # a TypeVar has no meaning
-        return set()
+    if type(node) not in (ast.Assign, ast.AnnAssign) or isinstance(node.value, ast.Call):
+        return set()  # a TypeVar, too, has no meaning
     return {name for name in _assigned(node) if re.fullmatch("[A-Z][a-z][A-Za-z]+", name)}
 
 
@@ -347,18 +354,6 @@ def _may_talk(source):
     """Return whether a module is of a command."""
     is_above = layers.LAYER_OF.get(source.part, 0) >= layers.LAYER_OF["train"]
     return is_above or source.module in layers.SPEAKERS or source.module.endswith("__main__")
-
-
-def _strings(nodes):
-    """Yield the literal strings, and the literal parts of f-strings, that are no docstrings."""
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in docstrings
-        ):
-            yield node
 
 
 def _needs_docstring(node):
