@@ -13,7 +13,7 @@ from benchmarks.harness.tables import GrowingTable
 from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import mpi_name, parse_settings, run_job
 from nnmpi.base.units import format_bytes
-from nnmpi.comm.algorithms.registry import COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
+from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.fit import Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine
@@ -101,7 +101,9 @@ def bench(options: argparse.Namespace) -> None:
         LabError: if the lab cannot be made, a job fails, or messages bypassed the links.
     """
     names = tuple(
-        how for what, how in COLLECTIVES if what == options.operation and how != HIERARCHICAL
+        how
+        for (what, how), item in COLLECTIVES.items()
+        if what == options.operation and not item.takes_nodes
     )
     options.algorithms = options.algorithms or (*names, NATIVE)
     for name in options.algorithms:

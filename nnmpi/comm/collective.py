@@ -15,11 +15,11 @@ The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and
 second text for each of these, and the picture or the proof could differ from the run.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError
@@ -158,19 +158,37 @@ class Contract:
     parts: Callable[[int], int] = int
 
 
+Cost: TypeAlias = tuple[float, float, float]
+"""(latencies, buffers sent, buffers added) on the critical path."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective(Drawn):
     """A named algorithm with its contract: `collective(rank, size)` returns a rank's steps.
+
+    What stands behind the phases is for the package's own, in `algorithms.registry`.
 
     Attributes:
         name: such as "ring".
         contract: what it promises.
         phases: algorithms, run one after the other.
+        help: what it is, in a few words, for the help of options.
+        automatic: the nodes of the ranks -> whether `auto` may take it there; None for never.
+        formula: N ranks -> its cost in the literature on equal links, of messages of which all are
+            long and equal; None for numbers of ranks for which there is none.
+        in_mpi: whether libraries of MPI have it, so that the price of MPI's own collective is that
+            of the fastest of these.
+        takes_nodes: whether the phases take the node of each rank as `nodes`.
     """
 
     name: str
     contract: Contract
     phases: tuple[Algorithm, ...]
+    help: str = field(default="", compare=False)
+    automatic: Callable[[Sequence[int]], bool] | None = field(default=None, compare=False)
+    formula: Callable[[int], Cost | None] | None = field(default=None, compare=False)
+    in_mpi: bool = field(default=False, compare=False)
+    takes_nodes: bool = field(default=False, compare=False)
 
     def __call__(self, rank: int, size: int) -> Steps:
         """Return the steps of this rank; none for a single one.
@@ -179,6 +197,13 @@ class Collective(Drawn):
             ScheduleError: for a user's function that fails or returns no steps.
         """
         return tuple(step for phase in self.phases for step in call_user(phase, Step, rank, size))
+
+    def on(self, nodes: Sequence[int]) -> "Collective":
+        """Return the algorithm for ranks on these nodes: itself, unless it takes nodes."""
+        if not self.takes_nodes:
+            return self
+        phases: tuple[Any, ...] = self.phases
+        return replace(self, phases=tuple(partial(item, nodes=tuple(nodes)) for item in phases))
 
 
 def as_collective(

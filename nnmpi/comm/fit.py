@@ -21,11 +21,11 @@ from nnmpi.base.launcher import start_words
 from nnmpi.base.units import format_bytes, format_seconds, parse_settings
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
-    HIERARCHICAL,
     NATIVE,
     SHARED,
     AlgorithmLike,
     find_collective,
+    has_levels,
 )
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
@@ -310,8 +310,6 @@ SHARED_BYTES = 2**12  # shared memory overtakes the native all-reduce at 1 to 4 
 
 DIGITS = 3  # of the predictions in a reason
 
-# "ps" is last or level with the tree at every size; it serves comparisons only.
-CANDIDATES = tuple(name for name in ALGORITHMS if name != "ps")
 MOST_RANKS = 1024  # above it, simulating all candidates would take longer than it can save
 
 
@@ -372,14 +370,19 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
-    """Return the usable algorithms; native comes first, so that it wins ties.
+    """Return the algorithms that may be taken; native comes first, so that it wins ties.
 
+    Those of steps are the ones whose rows say so, see `Collective.automatic`.
     On one node no algorithm of messages comes near shared memory. Messages from shared memory would
     also take longer than predicted: the fit was measured in ordinary memory, which has larger
     pages. So they are no candidates there.
     """
-    nodes = fit.machine.nodes
-    levels = nodes is not None and len(set(nodes)) < fit.ranks
+    nodes = fit.machine.nodes_of(fit.ranks)
+    of_steps = [
+        name
+        for name, item in ALGORITHMS.items()
+        if item.automatic is not None and item.automatic(nodes)
+    ]
     if shared and fit.shared is not None:
-        return [NATIVE, SHARED, *(CANDIDATES if levels else ())]
-    return [NATIVE, *(name for name in CANDIDATES if name != HIERARCHICAL or levels)]
+        return [NATIVE, SHARED, *(of_steps if has_levels(nodes) else ())]
+    return [NATIVE, *of_steps]

@@ -24,7 +24,6 @@ from nnmpi.comm.agreement import Communicator, agree, require_equal
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
     AUTO,
-    HIERARCHICAL,
     NAMES,
     NATIVE,
     SHARED,
@@ -223,9 +222,9 @@ class Group(Communicator):
             return NativeExecution(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
-        collective = find_collective(
-            operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None
-        )
+        collective = find_collective(operation, algorithm)
+        if collective.takes_nodes:
+            collective = collective.on(self.nodes())
         steps = (
             collective(self.rank, self.size)
             if isinstance(algorithm, str)

@@ -274,9 +274,8 @@ class GradientExchange:
     """
 
     allreduce: AllReduceName | Algorithm | Sequence[AllReduceName | Algorithm] = AUTO
-    """All-reduce of the gradients: native is MPI's own, ps a parameter server. auto: the fastest
-    one by the fitted cost model, or by size without a fit. Or a function (rank, size) of your own,
-    proved before it runs; in Python also a list with one for each bucket.
+    """All-reduce of the gradients. Or a function (rank, size) of your own, proved before it runs;
+    in Python also a list with one for each bucket.
     """
     _: KW_ONLY
     bucket_bytes: int | None = None

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from nnmpi.comm.algorithms import registry
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED
-from nnmpi.comm.fit import CANDIDATES, Fit, choose
+from nnmpi.comm.collective import ALL_REDUCE, Collective
+from nnmpi.comm.fit import Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 
 SIZES = [2**power for power in range(2, 31)]
@@ -53,10 +55,29 @@ def test_with_a_fit_the_least_prediction_wins(ranks, nbytes):
     choice = choose(nbytes, ranks, fit)
     predicted = {
         name: fit.predict(name, nbytes)
-        for name in ALGORITHMS
-        if name in CANDIDATES and name != "hierarchical"
+        for name, item in ALGORITHMS.items()
+        if item.automatic is not None and item.automatic((0,) * ranks)
     }
+    assert predicted.keys() == {"ring", "tree", "halving-doubling"}
     assert choice.predicted_s == predicted[choice.algorithm] == min(predicted.values())
+
+
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+def test_what_does_not_say_so_is_never_chosen(per_node, monkeypatch):
+    """Not even if it would take no time at all."""
+    instant = Collective("instant", ALL_REDUCE, (lambda rank, size: (),), "nothing")
+    monkeypatch.setitem(registry.ALGORITHMS, "instant", instant)
+    monkeypatch.setitem(registry.COLLECTIVES, ("all-reduce", "instant"), instant)
+    fit = make(8, SLOW, per_node=per_node)
+    assert fit.predict("instant", 1000) == 0
+    assert {choose(nbytes, 8, fit).algorithm for nbytes in SIZES} <= ALGORITHMS.keys() - {
+        "instant",
+        "ps",
+    }
+    monkeypatch.setitem(
+        registry.ALGORITHMS, "instant", replace(instant, automatic=registry.anywhere)
+    )
+    assert choose(1000, 8, fit).algorithm == "instant"
 
 
 def test_few_latencies_for_short_messages_few_bytes_for_long_ones():

@@ -12,7 +12,7 @@ import pytest
 
 import nnmpi.comm.fit
 import nnmpi.lab.measure
-from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.machine import Curve, Link, Machine
@@ -132,7 +132,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_predictions_are_those_of_the_steps_or_what_was_measured():
     fit = make()
     for name, collective in ALGORITHMS.items():
-        if name != "hierarchical":
+        if not collective.takes_nodes:
             assert fit.predict(name, 10_000) == price(collective, 4, 10_000, fit.machine)
     assert fit.predict("native", 1000) == pytest.approx(5e-6)
     assert fit.predict("native", 1000, started=True) == pytest.approx(8e-6)
@@ -190,7 +190,7 @@ def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group, fi
         assert 0 < curve.alpha_s <= curve(2**26)
     assert fit.machine.across is None
     assert fit.ranks == group.size
-    for name in ("native", "shared", "ring", "tree", "ps", "halving-doubling"):
+    for name in (NATIVE, SHARED, *ALGORITHMS):
         assert fit.predict(name, 2**20) > 0
 
 
@@ -262,4 +262,4 @@ def test_the_lines_have_both_links_and_every_algorithm(monkeypatch):
         "2.1",
         "ms",
     ]
-    assert {line[0] for line in table[2:]} >= {"shared", "ring", "tree", "ps", "hierarchical"}
+    assert {line[0] for line in table[2:]} >= {SHARED, *ALGORITHMS}

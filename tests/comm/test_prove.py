@@ -24,7 +24,6 @@ from nnmpi.comm.collective import (
     runs,
 )
 from nnmpi.comm.prove import prove, prove_steps
-from tests.comm.formulas import formulas
 from tests.harness.refusals import refuses, usage_error
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)
@@ -36,10 +35,10 @@ EACH_KEY = pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
 @pytest.mark.parametrize("size", SIZES)
 @EACH_KEY
 def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(key, size):
-    """Where the literature has one, as for each of a single level."""
-    proof = prove(COLLECTIVES[key], size)
+    """Which is missing for some numbers of ranks alone."""
+    proof, cost = prove(COLLECTIVES[key], size), COLLECTIVES[key].formula(size)
     assert proof.size == size
-    assert proof.rounds == formulas(size).get(key, [proof.rounds])[0]
+    assert cost is None or proof.rounds == cost[0]
 
 
 @pytest.mark.parametrize(

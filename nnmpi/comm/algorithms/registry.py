@@ -1,9 +1,10 @@
 """The collectives by the names on the command line and in `Group`."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from math import isqrt
 from typing import Annotated, Final, TypeAlias
 
+from nnmpi.base.command import Glossary
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.bruck import (
     bruck_all_gather,
@@ -26,29 +27,176 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     Algorithm,
     Collective,
+    Cost,
     as_collective,
 )
 
-HIERARCHICAL = "hierarchical"
 
+def anywhere(nodes: Sequence[int]) -> bool:
+    """Let `auto` take an algorithm on any nodes."""
+    return True
+
+
+def has_levels(nodes: Sequence[int]) -> bool:
+    """Return whether there are several nodes, of which some have several ranks."""
+    return 1 < len(set(nodes)) < len(nodes)
+
+
+# ---- formulas: N ranks -> latencies, buffers sent, buffers added ----
+
+
+def _levels(size: int) -> int:
+    """Return the levels of a binomial tree: the logarithm of the ranks, rounded up."""
+    return (size - 1).bit_length()
+
+
+def _others(size: int) -> float:
+    """Return the share of a buffer that is the other ranks'."""
+    return 1 - 1 / size
+
+
+def _power(size: int, *cost: float) -> Cost | None:
+    """Return a cost that is exact for powers of two alone."""
+    return None if size & (size - 1) else (cost[0], cost[1], cost[2])
+
+
+def _halving_doubling(size: int) -> Cost:
+    power = size.bit_length() - 1
+    is_folded = 2**power < size  # the ranks above the power give their buffer to another first
+    moved = 1 - 2.0**-power + is_folded
+    return 2 * (power + is_folded), 2 * moved, moved
+
+
+def _hierarchical(size: int) -> Cost | None:
+    """Return the cost with nodes of the square root of the ranks, if they divide them."""
+    inside = isqrt(size)
+    if size % inside:
+        return None
+    levels, nodes = _levels(inside), size // inside
+    across = _others(nodes)
+    return 2 * levels + 2 * (nodes - 1), 2 * levels + 2 * across, levels + across
+
+
+# To add a collective, write its steps in a file of this folder and its row here. What lists
+# collectives reads the rows: options, help, commands, pages, measurements, tests. An all-reduce
+# without `automatic` is never the choice of "auto".
 _ALL = (
-    Collective("ring", ALL_REDUCE, (ring_reduce_scatter, ring_all_gather)),
-    Collective("tree", ALL_REDUCE, (tree_reduce, tree_broadcast)),
-    Collective("ps", ALL_REDUCE, (star,)),
-    Collective("halving-doubling", HALVED, (halving_doubling,)),
-    Collective(HIERARCHICAL, ALL_REDUCE, (hierarchical,)),
-    Collective("ring", REDUCE_SCATTER, (ring_reduce_scatter,)),
-    Collective("tree", REDUCE_SCATTER, (bruck_reduce_scatter,)),
-    Collective("recursive-halving", REDUCE_SCATTER, (halving_reduce_scatter,)),
-    Collective("ring", ALL_GATHER, (ring_all_gather,)),
-    Collective("tree", ALL_GATHER, (bruck_all_gather,)),
-    Collective("recursive-doubling", ALL_GATHER, (doubling_all_gather,)),
-    Collective("ring", BROADCAST, (tree_scatter, ring_all_gather)),
-    Collective("tree", BROADCAST, (tree_broadcast,)),
-    Collective("recursive-doubling", BROADCAST, (tree_scatter, doubling_all_gather)),
-    Collective("pairwise", ALL_TO_ALL, (pairwise,)),
-    Collective("bruck", ALL_TO_ALL, (bruck_all_to_all,)),
-    Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,)),
+    Collective(
+        "ring",
+        ALL_REDUCE,
+        (ring_reduce_scatter, ring_all_gather),
+        "the fewest bytes, in twice as many messages as ranks",
+        automatic=anywhere,
+        formula=lambda n: (2 * n - 2, 2 * _others(n), _others(n)),
+        in_mpi=True,
+    ),
+    Collective(
+        "tree",
+        ALL_REDUCE,
+        (tree_reduce, tree_broadcast),
+        "whole buffers up and down a binomial tree",
+        automatic=anywhere,
+        formula=lambda n: (2 * _levels(n), 2 * _levels(n), _levels(n)),
+        in_mpi=True,
+    ),
+    Collective(  # last, or level with the tree, at every size; it serves comparisons
+        "ps",
+        ALL_REDUCE,
+        (star,),
+        "a parameter server, rank 0",
+        formula=lambda n: (2 * n - 2, 2 * n - 2, n - 1),
+    ),
+    Collective(
+        "halving-doubling",
+        HALVED,
+        (halving_doubling,),
+        "the fewest bytes, in few messages",
+        automatic=anywhere,
+        formula=_halving_doubling,
+        in_mpi=True,
+    ),
+    Collective(
+        "hierarchical",
+        ALL_REDUCE,
+        (hierarchical,),
+        "a tree in each node, and a ring over the nodes",
+        automatic=has_levels,
+        formula=_hierarchical,
+        takes_nodes=True,
+    ),
+    Collective(
+        "ring",
+        REDUCE_SCATTER,
+        (ring_reduce_scatter,),
+        formula=lambda n: (n - 1, _others(n), _others(n)),
+        in_mpi=True,
+    ),
+    Collective(
+        "tree",
+        REDUCE_SCATTER,
+        (bruck_reduce_scatter,),
+        formula=lambda n: (_levels(n), _others(n), _others(n)),
+        in_mpi=True,
+    ),
+    Collective(
+        "recursive-halving",
+        REDUCE_SCATTER,
+        (halving_reduce_scatter,),
+        formula=lambda n: _power(n, _levels(n), _others(n), _others(n)),
+    ),
+    Collective(
+        "ring",
+        ALL_GATHER,
+        (ring_all_gather,),
+        formula=lambda n: (n - 1, _others(n), 0),
+        in_mpi=True,
+    ),
+    Collective(
+        "tree",
+        ALL_GATHER,
+        (bruck_all_gather,),
+        formula=lambda n: (_levels(n), _others(n), 0),
+        in_mpi=True,
+    ),
+    Collective(
+        "recursive-doubling",
+        ALL_GATHER,
+        (doubling_all_gather,),
+        formula=lambda n: _power(n, _levels(n), _others(n), 0),
+    ),
+    Collective(
+        "ring",
+        BROADCAST,
+        (tree_scatter, ring_all_gather),
+        formula=lambda n: _power(n, _levels(n) + n - 1, 2 * _others(n), 0),
+        in_mpi=True,
+    ),
+    Collective(
+        "tree",
+        BROADCAST,
+        (tree_broadcast,),
+        formula=lambda n: (_levels(n), _levels(n), 0),
+        in_mpi=True,
+    ),
+    Collective(
+        "recursive-doubling",
+        BROADCAST,
+        (tree_scatter, doubling_all_gather),
+        formula=lambda n: _power(n, 2 * _levels(n), 2 * _others(n), 0),
+    ),
+    Collective("pairwise", ALL_TO_ALL, (pairwise,), formula=lambda n: (n - 1, _others(n), 0)),
+    Collective(
+        "bruck",
+        ALL_TO_ALL,
+        (bruck_all_to_all,),
+        formula=lambda n: (_levels(n), sum(way.bit_count() for way in range(n)) / n, 0),
+    ),
+    Collective(
+        "gossip",
+        NEIGHBOUR_AVERAGE,
+        (gossip,),
+        formula=lambda n: (min(n - 1, 2), min(n - 1, 2), min(n - 1, 2)),
+    ),
 )
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {(c.contract.name, c.name): c for c in _ALL}
@@ -62,17 +210,22 @@ ALGORITHMS: Mapping[str, Collective] = {
 NATIVE = "native"  # MPI's own all-reduce: a library call without steps
 AUTO: Final = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in shared memory of a node
-NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
-AllReduceName: TypeAlias = Annotated[str, NAMES]
+_HELP = {
+    AUTO: "the fastest by the fitted cost model, or by size without a fit",
+    NATIVE: "MPI's own",
+    SHARED: "through a node's shared memory",
+    **{name: item.help for name, item in ALGORITHMS.items()},
+}
+NAMES = tuple(_HELP)
+AllReduceName: TypeAlias = Annotated[str, NAMES, Glossary(_HELP)]
 
 
 def native_algorithms(operation: str) -> list[Collective]:
     """Return the algorithms whose fastest one MPI's own collective is, in the cost model."""
     return [
         item
-        for item in (*_ALL, Collective("doubling", ALL_REDUCE, (recursive_doubling,)))
-        if item.contract.name == operation
-        and item.name in ("ring", "tree", "halving-doubling", "doubling")
+        for item in (*_ALL, Collective("doubling", ALL_REDUCE, (recursive_doubling,), in_mpi=True))
+        if item.contract.name == operation and item.in_mpi
     ]
 
 
@@ -86,7 +239,7 @@ def find_collective(
     """Return an operation's collective by its algorithm's name, or wrap a user's algorithm.
 
     Args:
-        nodes: the node of each rank, for the hierarchical all-reduce.
+        nodes: the node of each rank, for an algorithm that takes them; None for its own division.
 
     Raises:
         UsageError: for an unknown operation, an algorithm that the operation lacks, or a user's
@@ -112,6 +265,5 @@ def find_collective(
             else ""
         )
         raise UsageError(f"{operation} has no algorithm {name!r}; choose one of {names}{stepless}")
-    if name == HIERARCHICAL and nodes is not None:
-        return Collective(name, ALL_REDUCE, (partial(hierarchical, nodes=tuple(nodes)),))
-    return COLLECTIVES[operation, name]
+    found = COLLECTIVES[operation, name]
+    return found if nodes is None else found.on(nodes)

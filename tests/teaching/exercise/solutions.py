@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 
 from nnmpi.comm.algorithms import bruck, gossip, halving, pairwise, ring, tree
+from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.schedule import schedules
-from tests.comm.formulas import formulas
 from tests.teaching.exercise.sealed import unseal
 
 star_all_reduce, tree_all_reduce, tree_broadcast = tree.star, tree.tree, tree.tree_broadcast
@@ -18,7 +18,7 @@ halving_doubling, neighbour_average = halving.halving_doubling, gossip.gossip
 
 
 def _cost(*key):
-    return lambda N, M, alpha, beta: np.dot(formulas(N)[key][:2], (alpha, M * beta))
+    return lambda N, M, alpha, beta: np.dot(COLLECTIVES[key].formula(N)[:2], (alpha, M * beta))
 
 
 server_cost, ring_cost = _cost("all-reduce", "ps"), _cost("all-reduce", "ring")
