@@ -86,8 +86,8 @@ OBJECTS = {
     **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.Units), made(2)),
     **{getattr(nn, name): made(may="options") for name in nn.__all__ if name.endswith("Loss")},
     **{
-        kind: (optimizer, "lr steps run_id" + " factors" * issubclass(kind, optim.RMSprop))
-        for kind in OPTIMIZERS
+        row.kind: (optimizer, "lr steps run_id" + " factors" * issubclass(row.kind, optim.RMSprop))
+        for row in OPTIMIZERS.values()
     },
     **{
         kind: made(may=" ".join({*inspect.signature(kind).parameters} - {"args", "kwargs"}))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nnmpi.base.errors import CommError
+from nnmpi.comm.synchrony.sync import Bound
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -89,11 +90,11 @@ class WorkerClocks:
         """Return a worker's lead over the slowest, in steps."""
         return self.steps[worker] - min(self.steps)
 
-    def may_start(self, worker: int, bound: int | None) -> bool:
+    def may_start(self, worker: int, bound: Bound) -> bool:
         """Return whether a worker may begin a step; without a bound it always may."""
         return bound is None or self.lead(worker) <= bound
 
-    def limit_lag(self, bound: int | None) -> None:
+    def limit_lag(self, bound: Bound) -> None:
         """Raise slow workers' step counts up to the bound, when all ranks meet.
 
         Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a waiting
@@ -122,7 +123,7 @@ class ConsistencyController:
 
     def __init__(self, workers: int) -> None:
         self.clocks, self.queue = WorkerClocks(workers), WorkQueue(0, 0, workers)
-        self.bound: int | None = 0
+        self.bound: Bound = 0
         self.arrived = self.longest_lead = 0
         self._waiting = [False] * workers
 
@@ -136,7 +137,7 @@ class ConsistencyController:
         """Whether the segment has ended for every worker."""
         return self._finished and not any(self._waiting)
 
-    def open(self, first: int, stop: int, bound: int | None) -> None:
+    def open(self, first: int, stop: int, bound: Bound) -> None:
         """Begin a segment of batches first..stop-1; all workers wait and have sent nothing."""
         workers = len(self._waiting)
         self.queue, self.bound = WorkQueue(first, stop, workers), bound

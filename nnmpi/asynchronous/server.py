@@ -69,6 +69,7 @@ from nnmpi.base.errors import CommError
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.comm.synchrony.sync import Bound
 from nnmpi.compose.stats import Staleness
 from nnmpi.optim.optimizer import Arrays, Optimizer
 from nnmpi.tensor.parameter import FlatStorage
@@ -155,7 +156,7 @@ class ParameterServer:
         self.staleness = Staleness(workers)
         self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
 
-    def open(self, first: int, stop: int, bound: int | None) -> None:
+    def open(self, first: int, stop: int, bound: Bound) -> None:
         """Begin a segment of batches first..stop-1 with the weights now in the storage."""
         for weights, values in zip(self.master, self._storage.data, strict=True):
             weights[...] = values
@@ -346,7 +347,7 @@ class PushPull:
         """The bytes of these messages."""
         return self._messages.sent_bytes
 
-    def open(self, first: int, stop: int, bound: int | None) -> None:
+    def open(self, first: int, stop: int, bound: Bound) -> None:
         """Begin a segment: the server replies to all workers that may continue.
 
         All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be
@@ -354,7 +355,7 @@ class PushPull:
 
         Args:
             first, stop: the batches of the segment.
-            bound: the most steps a worker may be ahead of the slowest; None for no limit.
+            bound: see `consistency.WorkerClocks`.
 
         Raises:
             CommError: when the last segment was not finished.

@@ -50,7 +50,7 @@ from nnmpi.base.errors import DivergenceError, UsageError, expect
 from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.comm.synchrony.sync import Sync
+from nnmpi.comm.synchrony.sync import Sync, without_server
 from nnmpi.compose.evaluation import evaluate_all
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
@@ -245,7 +245,7 @@ def _of_all(report: StepReport, batch: Batch) -> StepReport:
 
 
 AVERAGES: dict[Any, type[Averaging]] = {"local": LocalSGD, "slowmo": SlowMo, "gossip": Gossip}
-"""By mode of synchrony: the class that averages weights."""
+"""By mode of synchrony: the class that averages weights; one for each such row of MODES."""
 
 
 class AveragingCoupling(Coupling):
@@ -413,7 +413,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         if sync.has_server and not optimizer.elementwise:
             raise UsageError(
                 f"with {sync.sync} a server updates flat arrays, but {type(optimizer).__name__}"
-                " takes whole matrices; give sync bsp, local or gossip, or adamw"
+                f" takes whole matrices; give sync {without_server()}, or adamw"
             )
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model

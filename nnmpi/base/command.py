@@ -1009,8 +1009,13 @@ def _show_default(option: Option, text: str) -> str:
 
 
 def _explained(section: type) -> dict[str, str]:
-    """Return {field: docstring}, followed by the glossaries of tables with its values."""
+    """Return {field: docstring}, followed by the glossaries of tables with its values.
+
+    A class attribute `_needs` has the values of another option with which a field has a meaning.
+    """
     hints, texts = get_type_hints(section, include_extras=True), _field_docstrings(section)
+    for name, values in getattr(section, "_needs", {}).items():
+        texts[name] = f"With {' or '.join(values)}: {texts[name][:1].lower()}{texts[name][1:]}"
     for name in texts:
         for item in _members(hints[name]):
             for words in getattr(item, "__metadata__", ())[1:]:

@@ -524,7 +524,7 @@ def main(words: Sequence[str]) -> str:
         resumes=config.run.resume is not None,
         ranks=options.ranks,
         replica=replica,
-        fewest=2 if config.sync.sync == "gossip" else 1,
+        fewest=config.sync.mode.fewest,
         hosts=hosts,
         restarts=options.restarts,
         start_limit_s=options.start_limit,

@@ -1,7 +1,7 @@
-"""Adaptive optimizers: Adam, AdamW, RMSprop, Adagrad and Adadelta.
+"""Optimizers whose steps do not grow with the gradient: Adam and its kin, and Lion.
 
-They compute the numbers of torch.optim's. Weight decay is L2 regularization, added to the gradient,
-except in AdamW.
+All but Lion compute the numbers of torch.optim's. Weight decay is L2 regularization, added to the
+gradient, except in AdamW and Lion.
 """
 
 import math
@@ -14,7 +14,7 @@ from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number, shortened
 from nnmpi.optim.optimizer import ByGroup, Optimizer
 
-__all__ = ["Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop"]
+__all__ = ["Adadelta", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop"]
 
 
 def decayed(grad: Array, w: Array, decay: float) -> Array:
@@ -47,6 +47,21 @@ def adam(w: Array, grad: Array, m: Array, v: Array, *more: Any) -> None:
     np.divide(m, root, out=root)
     root *= rate
     w -= root
+
+
+def two_betas(betas: tuple[float, float]) -> tuple[float, float]:
+    """Return two decay rates of averages, each in [0, 1).
+
+    Raises:
+        UsageError: for other values.
+    """
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"betas are {shortened(repr(betas))}; give two numbers such as (0.9, 0.999)"
+        ) from None
+    return number("betas[0]", beta1, 1), number("betas[1]", beta2, 1)
 
 
 class Adam(Optimizer, fixed="betas eps decouples amsgrad"):
@@ -93,13 +108,7 @@ class Adam(Optimizer, fixed="betas eps decouples amsgrad"):
         weight_decay: ByGroup = 0.0,
         amsgrad: bool = False,
     ) -> None:
-        try:
-            beta1, beta2 = betas
-        except (TypeError, ValueError):
-            raise UsageError(
-                f"betas are {shortened(repr(betas))}; give two numbers such as (0.9, 0.999)"
-            ) from None
-        self.betas: Final = (number("betas[0]", beta1, 1), number("betas[1]", beta2, 1))
+        self.betas: Final = two_betas(betas)
         self.eps: Final = number("eps", eps)
         self.amsgrad: Final = bool(amsgrad)
         super().__init__(storage, lr, weight_decay, slots=("m", "v", "largest")[: 2 + self.amsgrad])
@@ -280,3 +289,63 @@ class Adadelta(Optimizer, fixed="rho eps"):
     def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
         """See `Optimizer.numbers`."""
         return lr, self.eps, self.rho, decay
+
+
+def lion(
+    w: Array, grad: Array, m: Array, lr: float, beta1: float, beta2: float, factor: Any
+) -> None:
+    """Lion's update; w has its factor unless True."""
+    if factor is not True:
+        w *= factor
+    w -= np.sign(m * beta1 + grad * (1 - beta1)) * lr
+    m *= beta2
+    m += grad * (1 - beta2)
+
+
+class Lion(Optimizer, fixed="betas"):
+    """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023).
+
+        c = beta1 * m + (1 - beta1) * g             slot "m", initially zeros
+        w = w * (1 - lr * weight_decay) - lr * sign(c)
+        m = beta2 * m + (1 - beta2) * g
+
+    Every weight moves by the learning rate in every update, so it is 3 to 10 times lower than
+    Adam's, and the weight decay, which is decoupled, as many times higher. A gradient that is 0 but
+    for rounding moves its weight, too, in a direction that depends on the order of sums: for
+    instance that of a bias in front of a batch normalization.
+
+    Args:
+        storage: the buffers, see `Storage`.
+        lr: the learning rate, at least 0.
+        betas: the decay rates of the average in a step's direction, and of the one that is kept;
+            each in [0, 1).
+        weight_decay: an update multiplies a weight by 1 - lr * weight_decay. One number, or a
+            number by group name; groups left out are not decayed.
+
+    Raises:
+        UsageError: for values out of range or an unknown group.
+
+    Example:
+        >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
+        >>> optimizer = optim.Lion(model.storage, lr=1e-3, weight_decay=0.1)
+        >>> ops.cross_entropy(model(np.eye(4, dtype="float32")), np.array([0, 1, 2, 0])).backward()
+        >>> optimizer.step()
+        >>> optimizer.steps
+        1
+    """
+
+    formula = staticmethod(lion)
+
+    def __init__(
+        self,
+        storage: Storage,
+        lr: ByGroup = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: ByGroup = 0.0,
+    ) -> None:
+        self.betas: Final = two_betas(betas)
+        super().__init__(storage, lr, weight_decay, slots=("m",))
+
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """See `Optimizer.numbers`."""
+        return lr, *self.betas, 1 - lr * decay if decay else True

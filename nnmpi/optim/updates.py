@@ -1,12 +1,15 @@
 """SGD, and optimizers by name, for command lines and configuration files."""
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.storage import Storage
+from nnmpi.base.command import Glossary
 from nnmpi.base.errors import UsageError, number
-from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop, decayed
+from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, decayed
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (
     Arrays,
@@ -90,16 +93,67 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         return (lr, self.momentum, decay, self.nesterov) if self.momentum else (lr, decay)
 
 
-OPTIMIZERS: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Muon)
-_CLASSES = {kind.__name__.lower(): kind for kind in OPTIMIZERS}
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """What the name of an optimizer stands for; all that lists optimizers reads these.
 
-NAMES = tuple(_CLASSES)
-OptimizerName: TypeAlias = Annotated[str, NAMES]
+    Attributes:
+        kind: the class.
+        words: what it is, in a few words, for the help of options.
+    """
+
+    kind: type[Optimizer]
+    words: str
+
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """The options of the class by name, with their defaults."""
+        parameters = inspect.signature(self.kind).parameters
+        return {name: item for name, item in parameters.items() if name != "storage"}
+
+    @property
+    def help(self) -> str:
+        """What it is, and the defaults of options that commands have, too."""
+        defaults = [
+            f"{option.replace('_', ' ')} {self.options[option].default:g}"
+            for option in ("momentum", "weight_decay")
+            if option in self.options
+        ]
+        return f"{self.words} (by default {', '.join(defaults)})" if defaults else self.words
+
+
+# To add an optimizer, write its class and its row: options, their help, checkpoints, ZeRO, the
+# planner and the tests follow.
+OPTIMIZERS: Mapping[str, NamedOptimizer] = {
+    "sgd": NamedOptimizer(SGD, "gradient descent"),
+    "adam": NamedOptimizer(Adam, "steps by the size of past gradients"),
+    "adamw": NamedOptimizer(AdamW, "adam with decoupled weight decay"),
+    "rmsprop": NamedOptimizer(RMSprop, "gradients divided by their mean square's root"),
+    "adagrad": NamedOptimizer(Adagrad, "gradients divided by their sum of squares' root"),
+    "adadelta": NamedOptimizer(Adadelta, "steps of the size of past steps"),
+    "lion": NamedOptimizer(
+        Lion, "steps by the sign of an average, of equal size, with decoupled weight decay"
+    ),
+    "muon": NamedOptimizer(
+        Muon, "orthogonalized updates of matrices, the rest as adamw, decoupled weight decay"
+    ),
+}
+"""The optimizers by name."""
+
+NAMES = tuple(OPTIMIZERS)
+OptimizerName: TypeAlias = Annotated[
+    str, NAMES, Glossary({name: row.help for name, row in OPTIMIZERS.items()})
+]
 
 
 def taking(option: str) -> tuple[str, ...]:
     """Return the optimizers that have an option, by name."""
-    return tuple(n for n in NAMES if option in inspect.signature(_CLASSES[n]).parameters)
+    return tuple(name for name, row in OPTIMIZERS.items() if option in row.options)
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether an optimizer updates each element by itself; a user's class by name: true."""
+    return name not in OPTIMIZERS or OPTIMIZERS[name].kind.elementwise
 
 
 def count_state(name: str, **options: Any) -> int:
@@ -114,16 +168,16 @@ def build(name: str, storage: Storage, **options: Any) -> Optimizer:
         UsageError: for an unknown name, an option that this optimizer lacks, a missing learning
             rate (sgd has no default), or a value out of range.
     """
-    if name not in _CLASSES:
+    if name not in OPTIMIZERS:
         raise UsageError(f"optimizer {name!r} is unknown; choose one of {', '.join(NAMES)}")
     given = {option: value for option, value in options.items() if value is not None}
-    accepted = inspect.signature(_CLASSES[name]).parameters
+    row = OPTIMIZERS[name]
     for option in given:
-        if option not in accepted:
-            known = ", ".join(key for key in accepted if key != "storage")
+        if option not in row.options:
             raise UsageError(
-                f"{name} has no option {option}; leave it out, or choose one of {known}"
+                f"{name} has no option {option}; leave it out, or choose one of"
+                f" {', '.join(row.options)}"
             )
-    if "lr" not in given and accepted["lr"].default is inspect.Parameter.empty:
+    if "lr" not in given and row.options["lr"].default is inspect.Parameter.empty:
         raise UsageError(f"{name} has no default learning rate; give lr, for instance 0.1")
-    return _CLASSES[name](storage, **given)
+    return row.kind(storage, **given)

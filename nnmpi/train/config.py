@@ -42,7 +42,7 @@ from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, 
 from nnmpi.compose.losses import CROSS_ENTROPY, LossName
 from nnmpi.data.transform import AUGMENTATIONS
 from nnmpi.nn.activation import ActivationName
-from nnmpi.optim.updates import OptimizerName, count_state, taking
+from nnmpi.optim.updates import OptimizerName, count_state, is_elementwise, taking
 
 T = TypeVar("T")
 
@@ -345,8 +345,7 @@ class OptimizationConfig:
     descent).
     """
     optimizer: OptimizerName | Custom = "adam"
-    """Update rule. muon orthogonalizes the updates of matrices and updates the rest as adamw.
-    FILE.py:NAME: your own subclass of optim.Optimizer, called as NAME(storage, lr).
+    """Update rule. FILE.py:NAME: your own subclass of optim.Optimizer, called as NAME(storage, lr).
     """
     loss: LossName | Custom = CROSS_ENTROPY
     """Loss: cross-entropy for classes; mse (squared), mae (absolute) or huber for numbers; bce for
@@ -356,9 +355,9 @@ class OptimizationConfig:
     lr: float = 3e-3
     """Learning rate, the peak of the schedule."""
     momentum: float | None = None
-    """Momentum of --optimizer sgd, rmsprop (default 0) and muon (default 0.95)."""
+    """Momentum, for an --optimizer that has it (default: the one named there)."""
     weight_decay: float | None = None
-    """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
+    """Weight decay: L2, unless --optimizer calls it decoupled (default: the one named there)."""
     lr_schedule: str = "cosine"
     """Learning rate after the warm-up. constant. cosine: falls to nearly 0. step:10,0.1:
     times 0.1 every 10 epochs. FILE.py:NAME: your own function (step, steps, lr).
@@ -558,9 +557,9 @@ class Config:
             "--expert-parallel needs a mixture; give --experts, too, or leave it out",
         )
         require(
-            not self.sync.has_server or self.optimization.optimizer != "muon",
-            f"--optimizer muon updates whole matrices, but the server of --sync {self.sync.sync}"
-            " flat arrays; leave one of them out",
+            not self.sync.has_server or is_elementwise(self.optimization.optimizer),
+            f"--optimizer {self.optimization.optimizer} updates whole matrices, but the server of"
+            f" --sync {self.sync.sync} flat arrays; leave one of them out",
         )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision

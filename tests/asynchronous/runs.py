@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi import AsynchronousWorker, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import MODES
 from nnmpi.data import Loader
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
@@ -15,17 +16,22 @@ from tests.worker_options import grouped
 # none.
 SEGMENTS = ((0, 0, 4), (0, 4, BATCHES), (1, 0, 1), (1, 1, BATCHES))
 
-EVERY_MODE = (Sync("ssp", staleness=1), Sync("asp"), Sync("local", local_steps=2), Sync("gossip"))
+FEW = {"staleness": 1, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}  # of settings
+EVERY_MODE = tuple(
+    Sync(name, **{setting: FEW[setting] for setting in row.settings})
+    for name, row in MODES.items()
+    if row.combines != "all-reduce"
+)
 
 
 def name_of(sync):
     """Return a short name for a test."""
-    return sync.sync + {"ssp": str(sync.bound), "local": str(sync.period)}.get(sync.sync, "")
+    return sync.sync + "".join(str(getattr(sync, name)) for name in sync.mode.settings[:1])
 
 
 def skip_unless_fitting(group, sync):
     """Skip on all ranks what so many ranks cannot have."""
-    if sync.sync == "gossip" and group.size == 1:
+    if group.size < sync.mode.fewest:
         pytest.skip(f"{sync.describe()} on one rank")
 
 

@@ -16,6 +16,7 @@ from nnmpi import Layout, models
 from nnmpi.compose.losses import ERRORS
 from nnmpi.data import IGNORED, Dataset
 from nnmpi.data.dataset import Samples
+from nnmpi.optim.updates import OPTIMIZERS, is_elementwise
 from tests.equivalence import own
 from tests.equivalence.cover import (
     ALGORITHMS,
@@ -364,6 +365,14 @@ ROWS = {
     "muon, zero": Row(replace(GPT, **MUON), stages_of_zero),
     "overlapped": Row(MLP, replicas, BUCKETS | {"allreduce": "ring", "overlap": True}),
     **{f"zero, {name}": Row(setup, stages_of_zero) for name, setup in ZERO.items()},
+    # each with its defaults; matrices are above
+    **{
+        f"{name}, zero": Row(
+            replace(ZERO_MLP, optimizer=name, optimizer_options={}), stages_of_zero
+        )
+        for name in OPTIMIZERS
+        if is_elementwise(name)
+    },
     # to the last bit
     **{
         f"{count} microbatches of a fixed order": Row(

@@ -12,6 +12,7 @@ import pytest
 from nnmpi import Group
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.mpi import mpi_world
+from nnmpi.optim.updates import OPTIMIZERS, is_elementwise
 from tests.equivalence import reference
 
 SETUP = reference.Setup(dtype="float32")
@@ -48,7 +49,7 @@ ON_HOST = pytest.mark.host_only("the fused update, which is of arrays in the mem
 
 @ON_HOST
 @pytest.mark.both_worlds
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", [*filter(is_elementwise, OPTIMIZERS)])
 def test_the_fused_update_gives_the_bits_of_shared_sums(ranks, optimizer):
     fused, plain = (
         build(ranks, optimizer, fused_update=True),

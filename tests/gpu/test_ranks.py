@@ -40,7 +40,7 @@ MIXES = {
     "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
 ALGORITHMS = [name for name in NAMES if name != SHARED]
-WAITING = [sync for sync in EVERY_MODE if sync.sync not in ("asp", "ssp")]
+WAITING = [sync for sync in EVERY_MODE if not sync.has_server]
 RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
 
 

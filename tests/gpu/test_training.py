@@ -18,6 +18,7 @@ from nnmpi.base.errors import DivergenceError
 from nnmpi.compose.scalars import SQUARES, DeferredScalars
 from nnmpi.data import Dataset, Loader
 from nnmpi.nn.compiled import Recording
+from nnmpi.optim import updates
 from tests.equivalence.reference import digits
 from tests.gpu.conftest import INTERPRETED, is_stand_in
 from tests.gpu.play import (
@@ -57,7 +58,16 @@ MODELS = {
     "resnet": Model(lambda: models.resnet((8, 8, 3), CLASSES, width=4), (8, 8, 3)),
     "transformer block": Model(lambda: nn.TransformerBlock(24, 3, 50), (17, 24), regression=True),
 }
+# Tiny numbers by which one divides show the rounding of a device.
+STEADY = {"eps": 1e-3}
 OPTIMIZERS = {
+    **{
+        name: partial(
+            row.kind, lr=1e-3, **{key: STEADY[key] for key in STEADY.keys() & row.options}
+        )
+        for name, row in updates.OPTIMIZERS.items()
+        if row.kind.elementwise
+    },
     "sgd": lambda storage: optim.SGD(storage, lr=0.05),
     "momentum": lambda storage: optim.SGD(
         storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3

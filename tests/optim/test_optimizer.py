@@ -2,6 +2,7 @@
 
 import tracemalloc
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,23 +14,24 @@ from nnmpi.optim import optimizer as module
 from nnmpi.optim.updates import OPTIMIZERS
 from tests.harness.refusals import refuses, usage_error
 
+# Each with its defaults, and some with options.
 CASES = {
-    "sgd": lambda storage: SGD(storage, 0.1),
+    **{
+        name: partial(row.kind, lr=0.01) for name, row in OPTIMIZERS.items() if row.kind.elementwise
+    },
     "sgd-decay": lambda storage: SGD(storage, 0.1, weight_decay=0.3),
     "momentum": lambda storage: SGD(storage, 0.1, momentum=0.9),
     "nesterov-decay": lambda storage: SGD(
         storage, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01
     ),
-    "adam": lambda storage: Adam(storage, 0.01),
     "adam-decay": lambda storage: Adam(storage, 0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.3),
-    "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
+    "adamw-decay": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
     "amsgrad": lambda storage: Adam(storage, 0.01, amsgrad=True),
-    "rmsprop": lambda storage: RMSprop(storage, 0.01, alpha=0.7),
+    "rmsprop-alpha": lambda storage: RMSprop(storage, 0.01, alpha=0.7),
     "rmsprop-momentum": lambda storage: RMSprop(
         storage, 0.01, eps=0.1, momentum=0.9, weight_decay=0.3
     ),
-    "adagrad": lambda storage: Adagrad(storage, 0.1, eps=1e-3, weight_decay=0.1),
-    "adadelta": lambda storage: Adadelta(storage, rho=0.8),
+    "adagrad-decay": lambda storage: Adagrad(storage, 0.1, eps=1e-3, weight_decay=0.1),
     "adadelta-decay": lambda storage: Adadelta(storage, 0.5, eps=1e-3, weight_decay=0.3),
 }
 SHAPES = [(), (0,), (7,), (40, 13), (3, 5, 50)]
@@ -130,7 +132,7 @@ def test_weight_decay_by_group():
     np.testing.assert_array_equal(data, [[0.875, 0.875], [1, 1], [0.875, 0.875]])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind.elementwise])
+@pytest.mark.parametrize("kind", [row.kind for row in OPTIMIZERS.values() if row.kind.elementwise])
 def test_groups_have_rates_of_their_own(kind):
     """Each is updated as by an optimizer of its own; a schedule's rate is the largest one's."""
     data, rates = values([5, 4, 3]), {"body": 0.125, "head": 0.5}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi import jit
-from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, RMSprop
+from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, Lion, RMSprop
 from tests.optim.test_optimizer import CASES
 
 WEIGHTS, GRADS = (
@@ -98,6 +98,39 @@ def test_divided_gradients_follow_the_formulas(kind, momentum, slots, weights, g
     assert " ".join(optimizer.slots()) == slots
     expected = [adaptive_by_hand(kind, w, grads, lr, decay, momentum) for w in weights]
     np.testing.assert_allclose(data, expected, rtol=1e-11, atol=1e-12)
+
+
+def lion_by_hand(weight, grads, lr, betas, decay):
+    """Return the weight and m after one update per gradient, in Python floats."""
+    beta1, beta2 = betas
+    m = 0.0
+    for grad in grads:
+        direction = beta1 * m + (1 - beta1) * grad
+        sign = (direction > 0) - (direction < 0)
+        weight = weight * (1 - lr * decay) - lr * sign
+        m = beta2 * m + (1 - beta2) * grad
+    return weight, m
+
+
+@given(
+    weights=WEIGHTS,
+    grads=st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=1, max_size=20),
+    lr=st.floats(0, 0.1),
+    betas=st.sampled_from([(0.9, 0.99), (0.0, 0.5), (0.5, 0.0)]),
+    decay=st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_lion_follows_the_formulas(weights, grads, lr, betas, decay):
+    data, grad = np.array(weights), np.zeros(len(weights))
+    optimizer = Lion(Arrays([data], [grad]), lr, betas, decay)
+    for value in grads:
+        grad[...] = value
+        optimizer.step()
+    expected = [lion_by_hand(weight, grads, lr, betas, decay) for weight in weights]
+    np.testing.assert_allclose(data, [weight for weight, _ in expected], rtol=1e-12, atol=1e-14)
+    assert list(optimizer.slots()) == ["m"]
+    np.testing.assert_allclose(
+        optimizer.slots()["m"][0], [m for _, m in expected], rtol=1e-12, atol=1e-14
+    )
 
 
 def test_default_decay():

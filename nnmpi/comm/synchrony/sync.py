@@ -1,40 +1,90 @@
 """The mode of synchrony of a run, with its settings.
 
-To add a mode, write its row in `MODES`: option, help, checks and header follow from it. What it
-does is a coupling's business, or for one that averages weights a row of AVERAGES in the wing. A
-user's own class averages weights, too, and needs no row.
+To add a mode, write its row in `MODES`: option, help, checks, header and tests follow from it. What
+it does is a coupling's business: for one that averages weights a class and its row of AVERAGES in
+the wing; for one with a server a bound, whose rule is in the wing's `consistency`. A user's own
+class averages weights, too, and needs no row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from nnmpi.base.command import PLAIN, check_idle, check_numbers, settings
+from nnmpi.base.command import PLAIN, Glossary, check_idle, check_numbers, settings
 from nnmpi.base.custom import Custom, name_of
 from nnmpi.base.errors import UsageError, counted
 
-_AVERAGES = (
-    "{mode}, the weights averaged every {every}{outer}",
-    *("local_steps", "outer_lr", "outer_momentum"),
-)
-# {mode: its text for the head of a run, which `Sync.describe` fills in; then its own settings}
-MODES: dict[Any, tuple[str, ...]] = {
-    "bsp": ("bsp, the gradients summed by all-reduce",),
-    "asp": ("asp; rank 0 is the server, and computes too",),
-    "ssp": ("ssp, at most {lead} ahead; rank 0 is the server, and computes too", "staleness"),
-    "local": _AVERAGES,
-    "slowmo": _AVERAGES,
-    "gossip": ("gossip, the weights averaged with the neighbours on a ring",),
+Bound: TypeAlias = int | None
+"""The most steps that a worker of a server may be ahead of the slowest; None for any."""
+
+STALENESS, LOCAL_STEPS = 4, 8
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode of synchrony; all that lists or compares modes reads these.
+
+    Attributes:
+        text: for the head of a run, which `Sync.describe` fills in.
+        help: when its ranks wait, for the help of options.
+        combines: how ranks come together: by an all-reduce in each step, through a server on rank
+            0, or by averages of weights.
+        settings: the fields of `Sync` that have a meaning with it.
+        bound: the settings -> how far a server lets workers drift apart.
+        fewest: the ranks that it needs at least.
+    """
+
+    text: str
+    help: str
+    combines: Literal["all-reduce", "server", "averages"] = "averages"
+    settings: tuple[str, ...] = ()
+    bound: Callable[["Sync"], Bound] = lambda sync: None
+    fewest: int = 1
+
+
+_OUTER = ("local_steps", "outer_lr", "outer_momentum")
+_AVERAGING = Mode("{mode}, the weights averaged every {every}{outer}", "", settings=_OUTER)
+
+MODES: Mapping[Any, Mode] = {
+    "bsp": Mode(
+        "bsp, the gradients summed by all-reduce",
+        "in every step, for an all-reduce (bulk-synchronous parallel)",
+        "all-reduce",
+    ),
+    "asp": Mode(
+        "asp; rank 0 is the server, and computes too", "never (asynchronous parallel)", "server"
+    ),
+    "ssp": Mode(
+        "ssp, at most {lead} ahead; rank 0 is the server, and computes too",
+        "when more than `staleness` steps ahead of the slowest (stale-synchronous parallel)",
+        "server",
+        ("staleness",),
+        lambda sync: STALENESS if sync.staleness is None else sync.staleness,
+    ),
+    "local": Mode(
+        "local, the weights averaged every {every}{nesterov}",
+        "every `local_steps` steps, to average weights",
+        settings=_OUTER,
+    ),
+    "slowmo": Mode(
+        _AVERAGING.text, "the same as local, with momentum of the averages", settings=_OUTER
+    ),
+    "gossip": Mode(
+        "gossip, the weights averaged with the neighbours on a ring",
+        "each rank for its neighbours on a ring, to average weights with them after each step",
+        fewest=2,
+    ),
 }
-_ROWS = {**MODES, PLAIN[Custom][0]: _AVERAGES}
+"""The modes by name."""
+
+_ROWS = {**MODES, PLAIN[Custom][0]: _AVERAGING}
 # {setting: the modes with which it has a meaning}
 NEEDS = {
-    setting: [mode for mode, row in _ROWS.items() if setting in row[1:]]
+    setting: [mode for mode, row in _ROWS.items() if setting in row.settings]
     for row in MODES.values()
-    for setting in row[1:]
+    for setting in row.settings
 }
-STALENESS, LOCAL_STEPS = 4, 8
 
 
 @settings
@@ -53,23 +103,22 @@ class Sync:
     """
 
     _former = MappingProxyType({"mode": "sync"})
+    _needs = MappingProxyType(NEEDS)
 
-    sync: Annotated[str, tuple(MODES)] | Callable[..., Any] = "bsp"
-    """When ranks wait for one another. bsp: in every step, for an all-reduce (bulk-synchronous
-    parallel). asp: never (asynchronous parallel). ssp: when more than `staleness` steps ahead of
-    the slowest (stale-synchronous parallel). local: every `local_steps` steps, to average weights.
-    slowmo: the same, with momentum of the averages. gossip: each rank for its neighbours on a ring,
-    to average weights with them after each step. Or an Averaging of your own.
-    """
+    sync: (
+        Annotated[str, tuple(MODES), Glossary({name: row.help for name, row in MODES.items()})]
+        | Callable[..., Any]
+    ) = "bsp"
+    """When ranks wait for one another, or an Averaging of your own."""
     staleness: int | None = None
-    """With ssp: steps a worker may be ahead of the slowest (default: 4). 0 is bsp through a server,
-    except that `clip` clips each worker's gradient instead of their sum.
+    """Steps a worker may be ahead of the slowest (default: 4). 0 is bsp through a server, except
+    that `clip` clips each worker's gradient instead of their sum.
     """
     local_steps: int | None = None
-    """With local and slowmo: local steps between two averages (default: 8)."""
+    """Local steps between two averages (default: 8)."""
     outer_lr: float = 1.0
-    """With local and slowmo: the outer learning rate, for a step along the mean displacement. With
-    local 0.7, and `outer_momentum` 0.5, allows more `local_steps` (DiLoCo).
+    """The outer learning rate, for a step along the mean displacement. With local 0.7, and
+    `outer_momentum` 0.5, allows more `local_steps` (DiLoCo).
     """
     outer_momentum: float = 0.0
     """Momentum of that step, with local Nesterov's. 0.9 amplifies steps up to 10 times."""
@@ -83,21 +132,24 @@ class Sync:
         check_numbers(self, "outer_momentum", 0, 1)
 
     @property
+    def mode(self) -> Mode:
+        """The row of the mode; of a user's class that of averages."""
+        return MODES.get(self.sync, _AVERAGING)
+
+    @property
     def has_server(self) -> bool:
         """Whether gradients and weights go through a parameter server."""
-        return self.sync in ("asp", "ssp")
+        return self.mode.combines == "server"
 
     @property
     def asynchronous(self) -> bool:
         """Whether it is anything but an all-reduce in each step."""
-        return self.sync != "bsp"
+        return self.mode.combines != "all-reduce"
 
     @property
-    def bound(self) -> int | None:
-        """The largest lead over the slowest worker, in steps; None for any."""
-        if self.sync not in NEEDS["staleness"]:
-            return None
-        return STALENESS if self.staleness is None else self.staleness
+    def bound(self) -> Bound:
+        """How far a server lets workers drift apart."""
+        return self.mode.bound(self)
 
     @property
     def period(self) -> int:
@@ -105,27 +157,31 @@ class Sync:
         return self.local_steps or LOCAL_STEPS
 
     def check(self, ranks: int) -> None:
-        """Refuse gossip on a single rank."""
-        if self.sync == "gossip" and ranks == 1:
+        """Refuse a mode that needs more ranks."""
+        if ranks < self.mode.fewest:
             raise UsageError(
-                "gossip on one rank has no neighbours to average with; start at least 2 ranks"
+                f"{name_of(self.sync)} on {counted(ranks, 'rank')} has no neighbours to average"
+                f" with; start at least {self.mode.fewest} ranks"
             )
 
     def describe(self) -> str:
         """Return it as text, for the head of a run."""
-        return MODES.get(self.sync, _AVERAGES)[0].format(
+        return self.mode.text.format(
             mode=name_of(self.sync),
             lead=counted(self.bound or 0, "step"),
             every=counted(self.period, "step"),
-            outer=self._outer,
+            outer=self._describe_outer("", ""),
+            nesterov=self._describe_outer("Nesterov's ", " (DiLoCo)"),
         )
 
-    @property
-    def _outer(self) -> str:
+    def _describe_outer(self, kind: str, name: str) -> str:
         if (self.outer_lr, self.outer_momentum) == (1, 0):
             return ""
-        nesterov, name = ("Nesterov's ", " (DiLoCo)") if self.sync == "local" else ("", "")
         return (
-            f"; outer learning rate {self.outer_lr:g}, {nesterov}momentum"
-            f" {self.outer_momentum:g}{name}"
+            f"; outer learning rate {self.outer_lr:g}, {kind}momentum {self.outer_momentum:g}{name}"
         )
+
+
+def without_server() -> str:
+    """Return the names of the modes without a server, for sentences."""
+    return ", ".join(name for name, row in MODES.items() if row.combines != "server")
