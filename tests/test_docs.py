@@ -42,7 +42,16 @@ PROGRAMS = {
     if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 }
 EACH = "import sys\nfor program in sys.argv[1:]: exec(program, {'__name__': '__main__'})"
-READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "pairs.py", "net.py", "mine.py"}
+READERS_FILES = {
+    "first.py",
+    "signs.py",
+    "digits.py",
+    "port.py",
+    "relay.py",
+    "pairs.py",
+    "net.py",
+    "mine.py",
+}
 
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.

@@ -103,7 +103,7 @@ OBJECTS = {
     optim.Arrays: (
         lambda kind: kind([np.ones(2)], [np.ones(2)]),
         # an optimizer refuses other arrays
-        "data grads moves node_shared distributed replicas state_store extra_slots"
+        "data grads moves node_shared distributed replicas strategy state_store extra_slots"
         " spent unsummed updated_by averaging shown",
     ),
     data.Loader: (

@@ -30,6 +30,8 @@ class Storage(Settled):
         node_shared: whether other ranks write to `data` too (see `parallel.fused`).
         replicas: the group whose ranks have the same buffers, or a shard each, and divide the
             updates of matrices (see `optim.muon`); None if this rank does all of them.
+        strategy: what sums the gradients over the replicas, whose state checkpoints keep beside the
+            optimizer's (`parallel.data.Replicas`); None if this rank trains alone.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
         updated_by: returns the optimizer that was made for it last, or None once that is gone; None
@@ -53,6 +55,7 @@ class Storage(Settled):
     spent = True  # none has been computed yet
     updated_by: Callable[[], Any] | None = None
     replicas: Any = None
+    strategy: Any = None
     state_store: Any = None
     extra_slots: Mapping[str, list[Array]] = MappingProxyType({})
     shown: Any = None

@@ -52,7 +52,7 @@ from nnmpi.comm.collective import (
     Collective,
     Step,
 )
-from nnmpi.comm.execution import Execution, NativeExecution, Pending, staged, widened
+from nnmpi.comm.execution import Execution, NativeExecution, Pending, halved, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.node import SharedMemory
@@ -134,8 +134,9 @@ class Group(Communicator):
         Args:
             array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all
                 ranks. When a sum of 8-bit integers overflows, "native" may saturate; the other
-                algorithms wrap around. float16 and bfloat16 are added in float32. A device array is
-                ready for work queued on the current stream afterwards.
+                algorithms wrap around. float16 and bfloat16 are added in float32, and rounded once;
+                by "native" and "auto" they are sent as 16 bits, by the others as float32. A device
+                array is ready for work queued on the current stream afterwards.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; or a function
                 of your own, (rank, size) -> steps, proved before its first run.
             check: compare n and dtype over the ranks first, by an exchange of a few bytes; without
@@ -213,6 +214,10 @@ class Group(Communicator):
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)  # moved and not added: any type of 2 bytes will do
         elif is_low(array.dtype):
+            if operation == ALL_REDUCE.name and algorithm in (AUTO, NATIVE):
+                if is_device(array) and not cuda_aware():
+                    return staged(array, lambda host: halved(host, self.comm, tag))
+                return halved(array, self.comm, tag)
             return widened(array, lambda wide: self.bind(wide, algorithm, tag, operation))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm

@@ -6,16 +6,14 @@
     meet(numbers) -> sums, norm     the ranks' only meeting: losses, gradient norm
     update(factor)                  new weights, from the gradients times a factor
 
+    SummedReplicas       sums by a class of the user's, or compressed       parallel.summed
     ShardedDataParallel  each rank has shards of gradients, state, weights  parallel.zero
     FixedReduction       sums in an order independent of the layout         parallel.fixed_reduction
     FusedReplicas        sums, updates in memory that a node's ranks share  parallel.fused
     DataParallel         all-reduces of buckets, in the backward or after   parallel.data
 
-To add a strategy, derive a class from `parallel.data.Replicas`, in a file of its own, and write its
-condition in `make_exchange`.
-
-No strategy compresses gradients. Compression would break equality with the serial run, and the
-planner predicts hardly any gain on the links that were tried.
+To add a strategy, derive a class from `parallel.data.Replicas`, in a file of its own, and name it
+in STRATEGIES. It says itself for which options and layouts it is meant, and owns its state.
 
 The gradient norm is that of the full model's gradient, and each rank has a part of it. Every
 element counts once:
@@ -43,15 +41,26 @@ from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.scalars import SQUARES, DeferredScalars
 from nnmpi.data.loader import Batch
 from nnmpi.optim.clip import add_squares, global_norm, sum_of_squares, trusted
-from nnmpi.parallel.data import DataParallel, Replicas
+from nnmpi.parallel.data import DataParallel, Replicas, StrategySetting
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.fused import FusedReplicas, fusing_pays
+from nnmpi.parallel.fused import FusedReplicas
 from nnmpi.parallel.replication import check_equal, check_replicas
+from nnmpi.parallel.summed import SummedReplicas
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor.parameter import FlatStorage
 
 if TYPE_CHECKING:
     from nnmpi.compose.trainer import Trainer
+
+
+# In the order in which they are asked. The last one is meant for all that the others are not for.
+STRATEGIES: tuple[type[Replicas], ...] = (
+    SummedReplicas,
+    FusedReplicas,
+    ShardedDataParallel,
+    FixedReduction,
+    DataParallel,
+)
 
 
 class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
@@ -116,9 +125,9 @@ class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
 
     def describe(self) -> str:
         """Return how gradients are summed, as text."""
-        if self.group.size == 1:
-            return "none, one rank has nothing to add"
-        if self.strategy.group.size == 1:
+        if self.strategy.group.size == 1 and not self.strategy.acts_alone:
+            if self.group.size == 1:
+                return "none, one rank has nothing to add"
             return "none of gradients, as there is one replica"
         return ", ".join(filter(None, [self.strategy.describe(), self.notice]))
 
@@ -154,50 +163,35 @@ class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
 
 
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
-    """Return the exchange for a trainer's layout, its options and the memory. Collective."""
-    layout, why = trainer.arrangement.layout, _why_separate(trainer)
-    model, replicas = trainer.model, trainer.arrangement.mesh.replicas
-    fuses = options.fused_update
-    if fuses is None:
-        fuses = options.leaves_choice and not why and fusing_pays(model, trainer.group)
-    if fuses and not why:
-        try:
-            return Exchange(trainer, FusedReplicas(model, replicas, trainer.optimizer))
-        except DeviceError as error:  # on all ranks: a node may have no such memory
-            why = f"{error}"
-    # a full model's hooks report final gradients; otherwise the pass's program does
-    is_uncut = not trainer.arrangement.stages
-    strategy: Replicas
-    if layout.zero:
-        way = str(options.allreduce)  # `check_layout` refuses functions
-        strategy = ShardedDataParallel(model, replicas, layout.zero, way, runs_backward=is_uncut)
-    elif layout.fixed:
-        strategy = FixedReduction(model, replicas, layout.activation_memory is not None)
-    else:
-        strategy = DataParallel(
-            model,
-            replicas,
-            options.allreduce,
-            options.bucket_bytes,
-            options.overlap,
-            runs_backward=is_uncut,
-        )
-    return Exchange(trainer, strategy, f"the update is not fused: {why}" if fuses else "")
+    """Return the exchange for a trainer's layout, its options and the memory. Collective.
 
-
-def _why_separate(trainer: Trainer) -> str:
-    """Return why sums and updates cannot be fused; empty if they can."""
-    reasons = {
-        "it needs replicas of a full model, whose sums have no fixed order": (
-            not trainer.arrangement.is_plain
-        ),
-        "the optimizer's state is out of memory": trainer.model.storage.state_store is not None,
-        "the weights are on a device, not in a node's shared memory": trainer.backend.is_device,
-        f"{type(trainer.optimizer).__name__} updates whole matrices, not a rank's part of them": (
-            not trainer.optimizer.elementwise
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    The strategies are asked in their order; the first one that is meant for the setting is made.
+    """
+    arrangement = trainer.arrangement
+    setting = StrategySetting(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        group=arrangement.mesh.replicas,
+        world=trainer.group,
+        options=options,
+        layout=arrangement.layout,
+        is_plain=arrangement.is_plain,
+        runs_backward=not arrangement.stages,
+        on_device=trainer.backend.is_device,
+    )
+    notice = ""
+    for kind in STRATEGIES:
+        why, is_told = kind.why_not(setting), kind.is_asked(options)
+        if not why:
+            try:
+                return Exchange(trainer, kind.made_for(setting), notice)
+            except DeviceError as error:  # on all ranks
+                if not kind.unused:
+                    raise
+                why, is_told = f"{error}", True
+        if is_told:
+            notice = f"{kind.unused}: {why}"
+    raise AssertionError("the last strategy is meant for all settings")
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:

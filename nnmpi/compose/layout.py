@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from nnmpi.base.command import as_given, check_numbers, non_defaults, require, settings, spelled
 from nnmpi.base.custom import is_custom, name_of
@@ -21,6 +21,7 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
+from nnmpi.parallel.compressed import compression, parse
 from nnmpi.schedule.schedule import Home, Instruction, Schedule, around
 from nnmpi.schedule.schedules import (
     PipelineName,
@@ -277,6 +278,15 @@ class GradientExchange:
     """All-reduce of the gradients. Or a function (rank, size) of your own, proved before it runs;
     in Python also a list with one for each bucket.
     """
+    sum: Callable[..., Any] | None = None
+    """A way of your own to sum gradients: a class derived from `nnmpi.parallel.GradientSum`, made
+    as NAME(group, gradients).
+    """
+    compress: str | None = None
+    """Sum gradients in fewer bytes, for slow links. fp16, bf16: of 16 bits. powersgd:RANK: matrices
+    of low rank, such as powersgd:4. topk:SHARE: the largest part, such as topk:0.01. The last two
+    add what they leave out to the next gradient. Digits differ from the serial run.
+    """
     _: KW_ONLY
     bucket_bytes: int | None = None
     """Largest size of a bucket of gradients; None for the algorithm's default."""
@@ -291,6 +301,19 @@ class GradientExchange:
     """
     check: bool = False
     """Compare the ranks' weights after every step, by hash."""
+
+    def __post_init__(self) -> None:
+        """Check the words of `compress`, and the layout of which a command's options are a part."""
+        if self.compress is not None:
+            compression(self.compress, spelled(self, "compress"))
+        check_rest = getattr(super(), "__post_init__", None)
+        if check_rest is not None:
+            check_rest()
+
+    @property
+    def summing(self) -> Callable[..., Any] | None:
+        """What makes a `GradientSum` of (group, gradients); None for the package's exact sums."""
+        return self.sum if self.compress is None else compression(self.compress)
 
     @property
     def leaves_choice(self) -> bool:
@@ -367,7 +390,14 @@ def check_layout(
         f" {spelled(layout, 'offload')} out",
     )
     way, text = exchange.allreduce, as_given(exchange, "allreduce")
+    kind = "" if exchange.compress is None else parse(exchange.compress)[0]
+    buckets = [name for name in ("bucket_bytes", "overlap") if getattr(exchange, name) is not None]
     used = {
+        refusals.OWN_SUM: as_given(exchange, "sum") if exchange.sum is not None else "",
+        refusals.COMPRESSED: as_given(exchange, "compress") if kind else "",
+        refusals.LOW_RANK: as_given(exchange, "compress") if kind == "powersgd" else "",
+        refusals.BUCKETS: as_given(exchange, buckets[0]) if buckets else "",
+        refusals.FUSED: as_given(exchange, "fused_update") if exchange.fused_update else "",
         refusals.STATE_OUT: "state out of memory" * state_out,
         refusals.FP16: f"{spelled(layout, 'precision')} fp16" * (precision == "fp16"),
         refusals.CLIP: f"{spelled(layout, 'clip')} {clip}" * (clip is not None),

@@ -14,11 +14,19 @@ PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
 STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
 CHOSEN, UNCUT = "allreduce", "ps"  # one that is not "auto"; one that has no reduce-scatter
+OWN_SUM, COMPRESSED, LOW_RANK = "sum", "compress", "powersgd"
+BUCKETS, FUSED = "buckets", "fused update"  # options of their sizes, or of overlap
 CUT = tuple(n for n in NAMES if n not in ALGORITHMS or (REDUCE_SCATTER.name, n) in COLLECTIVES)
 
 _PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
 _OWN_TIME = "each stage updates when its own gradient is ready, without waiting for the others"
+_OWN_ORDER = "its sums have an order of their own, whichever ranks add them"
+_UNITS = "ZeRO sums unit by unit, by reduce-scatters of exact gradients"
+_EACH = "each microbatch is an update, and would be summed by itself"
+_NOT_EXPERTS = "the gradients of one rank's experts are summed by nobody"
+_SCALED = "gradients are multiplied by a loss scale, which changes from step to step"
+_OTHER_SUMS = "both say how gradients are summed"
 
 REFUSED: dict[tuple[str, str], str] = {
     (FIXED, PIPELINE): _PARTS,
@@ -26,7 +34,9 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, SEQUENCE): _PARTS,
     (FIXED, ZERO): "ZeRO's reduce-scatters do not add in the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
-    (FIXED, CHOSEN): "its sums have an order of their own, whichever ranks add them",
+    (FIXED, CHOSEN): _OWN_ORDER,
+    (FIXED, BUCKETS): _OWN_ORDER,
+    (ZERO, BUCKETS): "ZeRO sums unit by unit, whose size is `unit_bytes` of the Layout",
     (ZERO, UNCUT): f"ZeRO needs a reduce-scatter and an all-gather, which {', '.join(CUT)} have",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
@@ -40,6 +50,22 @@ REFUSED: dict[tuple[str, str], str] = {
         FP16,
         PIPEDREAM,
     ): f"all ranks must skip an update that overflows, but {_OWN_TIME}; bf16 goes with it",
+    **{
+        (kind, other): reason
+        for kind in (OWN_SUM, COMPRESSED)
+        for other, reason in {
+            FIXED: "a fixed order gives exact sums with the same bits, and these need not be",
+            ZERO: _UNITS,
+            PIPEDREAM: _EACH,
+            EXPERTS: _NOT_EXPERTS,
+            FP16: _SCALED,
+            CHOSEN: _OTHER_SUMS,
+            BUCKETS: _OTHER_SUMS,
+            FUSED: _OTHER_SUMS,
+        }.items()
+    },
+    (OWN_SUM, COMPRESSED): _OTHER_SUMS,
+    (LOW_RANK, TENSOR): "it takes whole matrices, of which each of these ranks has a part",
     (CLIP, PIPEDREAM): f"clipping needs the gradient norm over all stages, but {_OWN_TIME}",
 }
 

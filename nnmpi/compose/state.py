@@ -3,15 +3,22 @@
 Checkpoints save them. Each entry has its region of the full array.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ModelState, StateEntry
+from nnmpi.parallel.model_state import ArraySource, ModelState, StateEntry
+
+SUM = "sum"  # begins the names of a strategy's state, which an optimizer's may not take
+OWN = re.compile(rf"(?P<slot>{SUM}\..+)\.(?P<replica>[0-9]+)/(?P<name>.+)")  # of one replica
 
 
 def model_state(
@@ -34,10 +41,78 @@ def model_state(
 def optimizer_state(
     arrangement: Arrangement, optimizer: Optimizer, after_set: Callable[[], object] = int
 ) -> ModelState:
-    """Return the optimizer's arrays by "slot/full.parameter.name"."""
-    model = arrangement.model
+    """Return the optimizer's arrays by "slot/full.parameter.name", and the strategy's.
+
+    Collective, if the strategy has a state.
+    """
+    model, strategy = arrangement.model, arrangement.model.storage.strategy
+
+    def note_set() -> None:
+        after_set()
+        if strategy is not None:
+            strategy.loaded()
+
     slots = {f"{slot}/": _views(model, flats) for slot, flats in optimizer.slots().items()}
-    return _state(arrangement, slots, arrangement.names_of_parameters(), after_set)
+    more = _strategy_state(arrangement)
+    return _state(arrangement, slots, arrangement.names_of_parameters(), note_set, more)
+
+
+def _strategy_state(arrangement: Arrangement) -> tuple[list[StateEntry], list[str]]:
+    """Return this rank's entries of the strategy's state, and all ranks' names. Collective.
+
+    "sum.slot/full.parameter.name", or with the number of a replica, "sum.slot.0/...", of what
+    differs between the replicas.
+    """
+    strategy, mesh = arrangement.model.storage.strategy, arrangement.mesh
+    if strategy is None or not strategy.has_state:
+        return [], []
+    names = {parameter: name for name, parameter in arrangement.model.named_parameters()}
+    entries = []
+    for slot, arrays in strategy.state().items():
+        is_own = slot in strategy.per_replica
+        start = f"{SUM}.{slot}.{mesh.replicas.rank}" if is_own else f"{SUM}.{slot}"
+        for parameter, array in arrays.items():
+            # of a replica's own state each replica writes its part
+            writes = arrangement.counts_here if is_own else arrangement.writes_here
+            name = f"{start}/{names[parameter]}"
+            entries.append(StateEntry(name, array, parameter.region, writes(parameter)))
+    # a stage of a pipeline does not know of which parameters the others have state
+    everywhere = mesh.world.gather([entry.name for entry in entries])
+    return entries, sorted(set(chain.from_iterable(everywhere)))
+
+
+def spread(source: ArraySource, replicas: int) -> ArraySource:
+    """Return a file's arrays for so many replicas, whose own state has the same sum as before.
+
+    Args:
+        source: of an optimizer's file; it has no arrays but on rank 0.
+        replicas: their number now.
+    """
+    read, specs, file = source
+    found = {name: OWN.fullmatch(name) for name in specs or ()}
+    parts = {name: match for name, match in found.items() if match is not None}
+    former = {int(match["replica"]) for match in parts.values()}
+    if specs is None or len(former) in (0, replicas):
+        return source
+    others = {name: spec for name, spec in specs.items() if name not in parts}
+    mine = {
+        f"{match['slot']}.{replica}/{match['name']}": specs[name]
+        for name, match in parts.items()
+        if int(match["replica"]) == min(former)
+        for replica in range(replicas)
+    }
+
+    def read_part(name: str) -> Array:
+        match = OWN.fullmatch(name)
+        if match is None:
+            return read(name)
+        total = sum(
+            read(f"{match['slot']}.{replica}/{match['name']}").astype(np.float64)
+            for replica in sorted(former)
+        )
+        return (np.asarray(total) / replicas).astype(mine[name].dtype)
+
+    return read_part, {**others, **mine}, file
 
 
 def gradient_state(arrangement: Arrangement) -> ModelState:
@@ -72,11 +147,13 @@ def _state(
     arrays: Mapping[str, Mapping[str, Any]],
     order: Iterable[str],
     after_set: Callable[[], object] = int,
+    more: tuple[Sequence[StateEntry], Sequence[str]] = ((), ()),
 ) -> ModelState:
     """Return the state of arrays given as {prefix: {name of the parameter or buffer: array}}.
 
     Args:
         order: the full model's names, in the order of its definition.
+        more: entries behind these, and all their names.
     """
     arrangement.model.storage.check_tree()
     leaves = arrangement.model.entries()
@@ -87,6 +164,7 @@ def _state(
     ]
     names = [start + name for start in arrays for name in order]
     refuse = partial(arrangement.model.storage.check_weights, "loading values")
+    entries, names = [*entries, *more[0]], [*names, *more[1]]
     return ModelState(entries, names, arrangement.mesh.world, refuse, after_set)
 
 

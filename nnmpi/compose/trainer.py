@@ -169,10 +169,22 @@ class Training:
         self.model.storage.check_weights("a checkpoint")
         kind = type(optimizer).__name__
         numbers = {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}
-        return numbers | ({"names": self._names} if self._names else {})
+        return (
+            numbers
+            | ({"names": self._names} if self._names else {})
+            | ({"sum": self._keeper} if self._keeper else {})
+        )
+
+    @property
+    def _keeper(self) -> str:
+        """The class whose state is that of the gradients' sums; empty if they have none."""
+        strategy = self.model.storage.strategy
+        return "" if strategy is None else strategy.keeper
 
     def check_scalars(self, values: Mapping[str, Any], source: object) -> None:
-        """Refuse another optimizer's state, also if its arrays have the same names.
+        """Refuse the state of another optimizer, or of another way to sum gradients.
+
+        Their arrays may have the same names.
 
         Args:
             values: of `scalars`.
@@ -188,6 +200,13 @@ class Training:
             raise CheckpointError(
                 f"{source} has the state of {before}, which {now} would misread; go on with"
                 f" {before}"
+            )
+        before, now = values.get("sum", ""), self._keeper
+        if before != now:
+            raise CheckpointError(
+                f"{source} has {f'the state of {before}' if before else 'no state of sums'}, but"
+                f" gradients are summed {f'by {now}' if now else 'without a state'} now; give the"
+                " same sum or compress as before"
             )
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:

@@ -514,7 +514,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             PARAMETERS: parameters // shares,
             GRADIENTS: gradients,
             STATE: self.optimizer.state_bytes // shares,
-            COMMUNICATION: buffers,
+            COMMUNICATION: buffers + self.parallel.state_bytes,
         }
 
     def _predict_memory(self) -> dict[str, int]:

@@ -3,6 +3,8 @@
     strategy                     where             what the ranks share, and what they exchange
     data parallelism             data              a batch; gradients are summed in buckets
       in a fixed order of sums   fixed_reduction   the same, with the same bits under every dp x pp
+      by a sum of one's own      summed            a batch; whatever the sum sends
+      in fewer bytes             compressed        the same: rounded, largest, or of low rank
       fused with the update      fused             the same, and the node's parameters
       ZeRO                       zero/             the same, sharding state, gradients, parameters
     pipeline parallelism         pipeline/         the layers; activations and their gradients
@@ -14,19 +16,23 @@
     divergence      the origin of the first value that is not finite
     model_state     which rank has which slice of which array; gather to a checkpoint, and scatter
 
-Begin with data, whose Replicas is the base of the first four, then pipeline/stage, then tensor. A
-strategy imports no other one, except variants of data parallelism; `compose` combines them. To add
-a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.
+Begin with data, whose Replicas is the base of all data parallelism, then pipeline/stage, then
+tensor. A strategy imports no other one, except variants of data parallelism; `compose` combines
+them. To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to
+`compose`.
 """
 
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fused import FusedUpdate
+from nnmpi.parallel.summed import GradientSum, SummedReplicas
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 
 __all__ = [
     "DataParallel",
     "FusedUpdate",
+    "GradientSum",
     "ShardedDataParallel",
+    "SummedReplicas",
     "shard",
 ]

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import ClassVar, NoReturn
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
@@ -62,10 +63,37 @@ class StatisticsSum:
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
 
+@dataclass(frozen=True)
+class StrategySetting:
+    """What a strategy of replicas is chosen by, and made from.
+
+    Attributes:
+        model, optimizer: to be trained; the model is this rank's part.
+        group: the ranks that share each batch.
+        world: all ranks.
+        options: a `compose.layout.GradientExchange`, with all its fields.
+        layout: a `compose.layout.Layout`.
+        is_plain: whether every rank has the full model, and gradients are summed in any order.
+        runs_backward: whether the model's hooks report final gradients; otherwise a pass's program
+            does.
+        on_device: whether the weights are on a device.
+    """
+
+    model: Module
+    optimizer: Optimizer
+    group: Group
+    world: Group
+    options: Any
+    layout: Any
+    is_plain: bool
+    runs_backward: bool
+    on_device: bool
+
+
 class Replicas(
     Settled,
     fixed="model group storage shares_batches released notice holders keeps_own keeps_equal"
-    " meets_in_passes is_fused",
+    " meets_in_passes is_fused acts_alone has_state per_replica unused",
 ):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
@@ -90,6 +118,12 @@ class Replicas(
             statistics over them; otherwise a microbatch belongs to one rank.
         released: whether `release` was called.
         notice: an option that could not be used as given, and why; otherwise empty.
+        acts_alone: whether it may change the gradients of a single replica, too.
+        has_state: whether `state` may have arrays.
+        per_replica: the names in `state` of what differs between the replicas. A checkpoint keeps
+            one of it for each replica, and of all other state one for all.
+        unused: the beginning of a sentence about a strategy that was asked for and is not meant for
+            these ranks; empty if nobody asks for it by name.
         before_sum: called with the number of each final gradient before its sum may begin.
         microbatch: the number of the microbatch that is computed; the caller sets it, first in its
             forward.
@@ -102,7 +136,26 @@ class Replicas(
     holders = 1
     shares_batches = True
     notice = ""
+    acts_alone = False
+    has_state: ClassVar[bool] = False
+    per_replica: Sequence[str] = ()
+    unused: ClassVar[str] = ""
     microbatch = 0
+
+    @classmethod
+    def why_not(cls, setting: StrategySetting) -> str:
+        """Return why this strategy is not meant for a setting; empty if it is. Collective."""
+        raise NotImplementedError(f"{cls.__name__} does not say when it is meant")
+
+    @classmethod
+    def is_asked(cls, options: Any) -> bool:
+        """Return whether options ask for this strategy by name, so that `why_not` is told."""
+        return False
+
+    @classmethod
+    def made_for(cls, setting: StrategySetting) -> Self:
+        """Return this strategy for a setting for which it is meant. Collective."""
+        return cls(setting.model, setting.group)
 
     def __init__(self, model: Module, group: Group, runs_backward: bool = True) -> None:
         claim(model, "model")
@@ -113,7 +166,7 @@ class Replicas(
         self.released = False
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
-        self.storage.replicas = group
+        self.storage.replicas, self.storage.strategy = group, self
         self._witness = UpdateWitness(model, group, self.keeps_equal, self.meets_in_passes)
         if group.size > 1 and runs_backward:
             for span in self.storage.spans:  # all of them: a stray pass may reach any parameter
@@ -293,6 +346,30 @@ class Replicas(
         """
         return sum(losses.values())
 
+    # ---- its state ----
+
+    def state(self) -> Mapping[str, Mapping[Parameter, Array]]:
+        """Return what the next sums depend on: live arrays by name and parameter.
+
+        Checkpoints keep it, beside the optimizer's; see `per_replica`.
+        """
+        return MappingProxyType({})
+
+    def loaded(self) -> None:
+        """Take note that the arrays of `state` have the values of a checkpoint now."""
+
+    @property
+    def keeper(self) -> str:
+        """The name of the class whose `state` this is; empty if there is none."""
+        return ""
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes held for `state`."""
+        return 0
+
+    # ---- at any time ----
+
     def describe(self) -> str:
         """Return how gradients are summed, as text."""
         return "by the caller"
@@ -321,6 +398,7 @@ class Replicas(
         self.storage.check_weights("release()")
         object.__setattr__(self, "released", True)
         self.storage.replicas = self.storage.ranks
+        self.storage.strategy = None
         for span in self.storage.spans:
             span.parameter.guard = span.parameter.hook = None
         for _, module in self.model.named_modules():
@@ -383,6 +461,24 @@ class DataParallel(Replicas, fixed="exchange"):
         >>> nnmpi.simulate(program, 2)
         [[-0.726, 0.726], [-0.726, 0.726]]
     """
+
+    @classmethod
+    def why_not(cls, setting: StrategySetting) -> str:
+        """See `Replicas.why_not`; it is meant for all that no other strategy is for."""
+        return ""
+
+    @classmethod
+    def made_for(cls, setting: StrategySetting) -> Self:
+        """See `Replicas.made_for`."""
+        options = setting.options
+        return cls(
+            setting.model,
+            setting.group,
+            options.allreduce,
+            options.bucket_bytes,
+            options.overlap,
+            runs_backward=setting.runs_backward,
+        )
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ microbatch; running statistics are updated by the microbatches in order.
 from collections.abc import Mapping
 from functools import partial
 from math import nan
+from typing import Self
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from nnmpi.comm.world import Traffic
 from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.parallel.data import Replicas
+from nnmpi.parallel.data import Replicas, StrategySetting
 
 
 class FixedReduction(Replicas):
@@ -47,6 +48,17 @@ class FixedReduction(Replicas):
 
     keeps_own = False
     shares_batches = False
+
+    @classmethod
+    def why_not(cls, setting: StrategySetting) -> str:
+        """See `Replicas.why_not`."""
+        return "" if setting.layout.fixed else 'the layout\'s reduction is not "fixed"'
+
+    @classmethod
+    def made_for(cls, setting: StrategySetting) -> Self:
+        """See `Replicas.made_for`."""
+        needs_rows = setting.layout.activation_memory is not None
+        return cls(setting.model, setting.group, needs_rows)
 
     def __init__(self, model: Module, group: Group, needs_rows: bool = False) -> None:
         super().__init__(model, group)

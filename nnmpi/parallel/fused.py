@@ -21,6 +21,7 @@ message of their own.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import sqrt
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from nnmpi.comm.node_sum import NodeSum
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.data import Replicas
+from nnmpi.parallel.data import Replicas, StrategySetting
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
@@ -209,6 +210,42 @@ class FusedReplicas(Replicas):
     """
 
     is_fused = True
+    unused: ClassVar[str] = "the update is not fused"
+
+    @classmethod
+    def is_asked(cls, options: Any) -> bool:
+        """See `Replicas.is_asked`."""
+        return options.fused_update is True
+
+    @classmethod
+    def why_not(cls, setting: StrategySetting) -> str:
+        """See `Replicas.why_not`. It is asked for, or pays and no option speaks against it."""
+        options = setting.options
+        if options.fused_update is False:
+            return "fused_update is False"
+        if options.fused_update is None and not options.leaves_choice:
+            return "options choose how buckets are summed"
+        if not setting.is_plain:
+            return "it needs replicas of a full model, whose sums have no fixed order"
+        if setting.model.storage.state_store is not None:
+            return "the optimizer's state is out of memory"
+        if setting.on_device:
+            return "the weights are on a device, not in a node's shared memory"
+        if not setting.optimizer.elementwise:
+            kind = type(setting.optimizer).__name__
+            return f"{kind} updates whole matrices, not a rank's part of them"
+        if options.fused_update is None and not fusing_pays(setting.model, setting.world):
+            return "it would not be faster"
+        return ""
+
+    @classmethod
+    def made_for(cls, setting: StrategySetting) -> Self:
+        """See `Replicas.made_for`.
+
+        Raises:
+            DeviceError: on all ranks, as a node may have no such memory.
+        """
+        return cls(setting.model, setting.group, setting.optimizer)
 
     def __init__(self, model: Module, group: Group, optimizer: Optimizer) -> None:
         self._fused = FusedUpdate(model.storage, optimizer, group)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,6 +68,8 @@ class ArraySpec:
 
 
 ArraySpecs: TypeAlias = Mapping[str, ArraySpec]  # by the arrays' names
+ArraySource: TypeAlias = tuple[Callable[[str], Array], ArraySpecs | None, Path | None]
+"""What gives a file's arrays by name, their specs, and its name; the arguments of `scatter`."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,14 +15,14 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.base.command import require
+from nnmpi.base.command import flag_of, require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange, find_mesh
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
@@ -233,6 +234,20 @@ def build_optimizer(
     )
 
 
+def build_exchange(given: GradientExchange) -> ExchangeConfig:
+    """Return how gradients are summed: all fields of the options, with what is the user's loaded.
+
+    Raises:
+        UsageError: when there is no such function or class.
+    """
+    signatures = {"allreduce": "(rank, size)", "sum": "(group, gradients)"}
+    values = {item.name: getattr(given, item.name) for item in fields(GradientExchange)}
+    for name, value in values.items():
+        if is_custom(value):
+            values[name] = load_custom(value, flag_of(name), signatures[name])
+    return ExchangeConfig(**values)
+
+
 def build_full_model(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
     """Return the full model for these samples, uninitialized. Collective.
 
@@ -314,12 +329,10 @@ def build_trainer(
         )
     if sync.asynchronous:
         return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
-    fused = False if verified else None  # the fused update leaves no gradients
-    exchange = ExchangeConfig(
-        load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)"),
-        fused_update=fused,
-        check=verified,
-    )
+    with agreed(group):
+        exchange = build_exchange(config.parallel)
+    if verified:  # the fused update leaves no gradients
+        exchange = replace(exchange, fused_update=False, check=True)
     return Worker(
         model,
         optimizer,

@@ -80,12 +80,13 @@ from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Mesh
 from nnmpi.compose.arrange import Arrangement, replicate
+from nnmpi.compose.state import spread
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import EMA, Optimizer
-from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, check_fit
+from nnmpi.parallel.model_state import ArraySource, ArraySpec, ArraySpecs, check_fit
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -98,7 +99,6 @@ LATEST_FILE = "latest"
 NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")
 REPLACED = ".replaced"  # after the name of a checkpoint while a new one of its step takes its place
 TEMPORARY = re.compile(rf"\.{NAME.pattern}\.tmp")
-ArraySource: TypeAlias = tuple[Callable[[str], Array], ArraySpecs | None, Path | None]
 Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group | Arrangement]
 Found = TypeVar("Found")
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
@@ -489,8 +489,8 @@ def restore(
 def _read(last: Checkpoint, training: Training) -> None:
     """Restore model and optimizer from a checkpoint, or change nothing. Collective."""
     training.check_scalars(last.values["optimizer"], last.folder)
-    arrays = training.state()
-    sources = [source_of(last.model), source_of(last.optimizer)]
+    arrays, replicas = training.state(), training.arrangement.mesh.replicas.size
+    sources = [source_of(last.model), spread(source_of(last.optimizer), replicas)]
     for array, (_, specs, file) in zip(arrays, sources, strict=True):
         # both are checked before either is changed
         array.check(specs, file)

@@ -36,6 +36,7 @@ STRANGERS = {
 # One strategy per file or folder, and none imports another, except a variant of another one.
 STRATEGIES = frozenset(
     {
+        "compressed",
         "data",
         "experts",
         "fixed_reduction",
@@ -43,13 +44,16 @@ STRATEGIES = frozenset(
         "pipeline",
         "sequence",
         "sharded",
+        "summed",
         "tensor",
         "zero",
     }
 )
 VARIANTS = {
+    "compressed": {"compressed", "summed"},
     "fixed_reduction": {"fixed_reduction", "data"},
     "fused": {"fused", "data"},
+    "summed": {"summed", "data"},
     "zero": {"zero", "data"},
     "tensor": {"tensor", "sharded"},
 }

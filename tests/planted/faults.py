@@ -631,6 +631,35 @@ FAULTS = (
         "",
         "tests/optim/test_muon.py",
     ),
+    # ---- sums of one's own, and compressed ones ----
+    Fault(
+        "options: a way to sum gradients does not reach the Worker",
+        "nnmpi/train/build.py",
+        "    return ExchangeConfig(**values)\n",
+        "    return ExchangeConfig(**{**values, 'sum': None})\n",
+        "tests/train/test_every_field.py::test_by_the_command[GradientExchange-sum]",
+    ),
+    Fault(
+        "compressed: what is not sent is forgotten",
+        "nnmpi/parallel/compressed.py",
+        "gradients[name][...] += residual[name]",
+        "gradients[name][...] += 0",
+        "tests/parallel/test_compressed.py -k what_is_kept",
+    ),
+    Fault(
+        "compressed: a residual is resumed whole by each of more replicas",
+        "nnmpi/compose/state.py",
+        "(np.asarray(total) / replicas)",
+        "np.asarray(total)",
+        "tests/parallel/test_summed.py -k same_sum",
+    ),
+    Fault(
+        "summed: a step that is refused changes the state",
+        "nnmpi/parallel/summed.py",
+        "                array[...] = value\n",
+        "                pass\n",
+        "tests/parallel/test_summed.py -k leaves_the_state",
+    ),
     # ---- devices, on the tests' double ----
     Fault(
         "device: a gradient's blocks of images replace one another",

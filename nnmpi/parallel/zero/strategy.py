@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.chain import KnownLayers, ModelPart, Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
-from nnmpi.parallel.data import Replicas
+from nnmpi.parallel.data import Replicas, StrategySetting
 from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import COMMON, NO_GATHER, ShardedStorage, sharded
@@ -94,6 +94,22 @@ class ShardedDataParallel(Replicas, fixed="stage"):
     keeps_own = False
     storage: ShardedStorage
     _known: KnownLayers | None = None  # those of the units, if passes go from unit to unit
+
+    @classmethod
+    def why_not(cls, setting: StrategySetting) -> str:
+        """See `Replicas.why_not`."""
+        return "" if setting.layout.zero else "the layout's zero is 0"
+
+    @classmethod
+    def made_for(cls, setting: StrategySetting) -> Self:
+        """See `Replicas.made_for`."""
+        return cls(
+            setting.model,
+            setting.group,
+            setting.layout.zero,
+            str(setting.options.allreduce),  # `check_layout` refuses functions
+            runs_backward=setting.runs_backward,
+        )
 
     def __init__(
         self,

@@ -1,0 +1,309 @@
+"""Gradients in fewer bytes: sums that are not exact, for slow links. See `--compress`.
+
+    fp16, bf16       each gradient and each sum is rounded to 16 bits, and sent so; added in float32
+    powersgd:RANK    a matrix G is sent as P (m, RANK) and Q (n, RANK), with P Q' near G
+    topk:SHARE       the largest SHARE of each gradient is sent, as values and their places
+
+    n numbers of B bytes, k = SHARE n, N replicas      bytes that a replica gives    a link carries
+    exact sums                                         B n                           2 (N-1)/N B n
+    fp16, bf16                                         2 n                           2 (N-1)/N 2 n
+    powersgd:r, of an (m, n) matrix                    B r (m + n)                   2 (N-1)/N of it
+    topk                                               (4 + B) k                     (N-1) of it
+
+The last two keep what they have not sent, and add it to the next gradient (error feedback: Stich et
+al., "Sparsified SGD with memory", 2018; for PowerSGD: Vogels et al., "PowerSGD: practical low-rank
+gradient compression for distributed optimization", 2019; Lin et al., "Deep gradient compression",
+2018, trained with a thousandth). So what is sent in all steps, and what is kept, is the sum of all
+gradients. Sixteen bits keep nothing: they round to the nearest number, by 2^-11 or 2^-8 of it.
+
+All replicas get the same bits, so they stay equal; but the sums differ from the serial run's, and
+depend on the number of replicas. On one replica nothing is sent, and nothing compressed: such a run
+is the serial one. The other axes of a layout send exact numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from math import ceil, isfinite, prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nnmpi.backend.array import Array, Dtype, Shape, namespace
+from nnmpi.backend.blas import loaded_pools
+from nnmpi.backend.precision import low_dtype
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import format_bytes
+from nnmpi.comm.group import Group
+from nnmpi.parallel.summed import GradientSum
+
+RESIDUAL = "residual"  # in a state: what was not sent yet
+FACTOR = "factor"  # in PowerSGD's: Q of the last step, with which the next one begins
+PLACE: Dtype = np.dtype(np.uint32)
+ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
+
+SentBytes = Sequence[tuple[str, int]]
+"""Collectives, and the bytes that a replica gives to each."""
+
+
+class CompressedSum(GradientSum, ABC):
+    """A sum of gradients in fewer bytes.
+
+    Args:
+        group, gradients: see `GradientSum`.
+        word: the value of `--compress`.
+    """
+
+    acts_alone: ClassVar[bool] = False
+
+    def __init__(self, group: Group, gradients: Mapping[str, Array], word: str) -> None:
+        super().__init__(group, gradients)
+        self.word = word
+
+    def sum(self, gradients: Mapping[str, Array]) -> None:
+        """See `GradientSum.sum`."""
+        residual = self.state.get(RESIDUAL, {})
+        for name in residual.keys() & gradients.keys():
+            gradients[name][...] += residual[name]
+            residual[name][...] = 0
+        if gradients and self.group.size > 1:
+            self.compress(gradients)
+
+    @abstractmethod
+    def compress(self, gradients: Mapping[str, Array]) -> None:
+        """Sum gradients, which contain the residual, and write the next one into the state."""
+
+    def describe(self, gradients: Mapping[str, Array]) -> str:
+        """See `GradientSum.describe`."""
+        itemsize = next((grad.itemsize for grad in gradients.values()), 0)
+        messages = messages_of(self.word, [grad.shape for grad in gradients.values()], itemsize)
+        given = format_bytes(sum(nbytes for _, nbytes in messages))
+        kept = ", error feedback" if RESIDUAL in self.state else ""
+        return (
+            f"compressed ({self.word}{kept}), so digits differ from the serial run; a replica gives"
+            f" {given} in a step"
+        )
+
+
+class HalfSum(CompressedSum):
+    """Sums gradients of 16 bits."""
+
+    def __init__(self, group: Group, gradients: Mapping[str, Array], word: str) -> None:
+        dtype = low_dtype(word)
+        assert dtype is not None
+        self._dtype = dtype
+        super().__init__(group, gradients, word)
+
+    def compress(self, gradients: Mapping[str, Array]) -> None:
+        """See `CompressedSum.compress`."""
+        with np.errstate(over="ignore"):  # infinite then: the gradient's norm shows it
+            low = joined(gradients.values()).astype(self._dtype)
+            self.group.all_reduce(low, check=False)
+        put_back(low, gradients.values())
+
+
+class LargestSum(CompressedSum):
+    """Sums the largest part of each gradient; the rest is added to the next one.
+
+    A value that is no number is among the largest, so it is sent, and seen by all.
+    """
+
+    per_replica = (RESIDUAL,)
+
+    def __init__(self, group: Group, gradients: Mapping[str, Array], word: str) -> None:
+        super().__init__(group, gradients, word)
+        self._share = parse(word)[1]
+        self.state[RESIDUAL] = zeros_like(gradients)
+
+    def compress(self, gradients: Mapping[str, Array]) -> None:
+        """See `CompressedSum.compress`."""
+        xp = namespace(next(iter(gradients.values())))
+        places, values, counts = [], [], []
+        for name, grad in gradients.items():
+            flat, rest = grad.reshape(-1), self.state[RESIDUAL][name].reshape(-1)
+            count = largest(self._share, grad.size)
+            size = xp.nan_to_num(abs(flat), nan=np.inf, posinf=np.inf)
+            chosen = xp.sort(xp.argpartition(size, grad.size - count)[grad.size - count :])
+            places.append(chosen.astype(PLACE))
+            values.append(flat[chosen])
+            counts.append(count)
+            rest[...] = flat
+            rest[chosen] = 0
+            grad[...] = 0
+        stops = [*accumulate(counts)]
+        all_places = self.gather(xp.concatenate(places))
+        all_values = self.gather(xp.concatenate(values))
+        for of_replica, sent in zip(all_places, all_values, strict=True):  # in the order of ranks
+            for grad, stop, count in zip(gradients.values(), stops, counts, strict=True):
+                part = slice(stop - count, stop)
+                grad.reshape(-1)[of_replica[part]] += sent[part]
+
+
+class LowRankSum(CompressedSum):
+    """PowerSGD: sums matrices of low rank near the gradients; the rest is added to the next ones.
+
+    One step of a power iteration, which begins with the Q of the step before. A parameter of more
+    axes is a matrix of its last axis, as the layers multiply it. What is no shorter as two factors
+    is summed as it is. Products have one BLAS thread, as their bits may depend on the threads.
+    """
+
+    per_replica = (RESIDUAL,)
+
+    def __init__(self, group: Group, gradients: Mapping[str, Array], word: str) -> None:
+        super().__init__(group, gradients, word)
+        rank = int(parse(word)[1])
+        matrices = {
+            name: grad for name, grad in gradients.items() if low_rank(rank, grad.shape) is not None
+        }
+        self.state[RESIDUAL] = zeros_like(matrices)
+        self.state[FACTOR] = {
+            name: first_factor(name, grad, rank) for name, grad in matrices.items()
+        }
+
+    def compress(self, gradients: Mapping[str, Array]) -> None:
+        """See `CompressedSum.compress`."""
+        factors = {name: item for name, item in self.state[FACTOR].items() if name in gradients}
+        matrices = {name: as_matrix(gradients[name]) for name in factors}
+        plain = [grad for name, grad in gradients.items() if name not in factors]
+        with loaded_pools().limit(limits=1, user_api="blas"):
+            left = [matrix @ factors[name] for name, matrix in matrices.items()]
+            self._add([*plain, *left])
+            bases = [namespace(item).linalg.qr(item)[0] for item in left]
+            for (name, matrix), basis in zip(matrices.items(), bases, strict=True):
+                factors[name][...] = matrix.T @ basis  # this replica's, and then the sum of all
+                as_matrix(self.state[RESIDUAL][name])[...] = matrix - basis @ factors[name].T
+            self._add([*factors.values()])
+            for (name, matrix), basis in zip(matrices.items(), bases, strict=True):
+                matrix[...] = basis @ factors[name].T
+
+    def _add(self, arrays: Sequence[Array]) -> None:
+        """Sum arrays over the replicas, in place, by one all-reduce."""
+        if arrays:
+            total = joined(arrays)
+            self.group.all_reduce(total, check=False)
+            put_back(total, arrays)
+
+
+KINDS: Mapping[str, type[CompressedSum]] = {
+    "fp16": HalfSum,
+    "bf16": HalfSum,
+    "powersgd": LowRankSum,
+    "topk": LargestSum,
+}
+WORDS = "fp16, bf16, powersgd:RANK such as powersgd:4, or topk:SHARE such as topk:0.01"
+
+
+def parse(word: str, option: str = "compress") -> tuple[str, float]:
+    """Return the kind of a value of `--compress`, and its number: 0 for 16 bits.
+
+    Args:
+        word: the value.
+        option: as its user spells it.
+
+    Raises:
+        UsageError: for other words and numbers.
+    """
+    kind, colon, given = word.partition(":")
+    try:
+        number = float(given) if colon else 0.0
+    except ValueError:
+        number = -1.0
+    fits = {
+        "fp16": not colon,
+        "bf16": not colon,
+        "powersgd": isfinite(number) and number >= 1 and number == int(number),
+        "topk": 0 < number <= 1,
+    }
+    if not fits.get(kind, False):
+        raise UsageError(f"{option} is {word}; give {WORDS}")
+    return kind, number
+
+
+def compression(
+    word: str, option: str = "compress"
+) -> Callable[[Group, Mapping[str, Array]], CompressedSum]:
+    """Return what makes the sum of a value of `--compress`: (group, gradients) -> it.
+
+    Args:
+        word, option: see `parse`.
+
+    Raises:
+        UsageError: see `parse`.
+    """
+    return partial(KINDS[parse(word, option)[0]], word=word)
+
+
+# ---- formulas ----
+
+
+def messages_of(word: str, shapes: Any, itemsize: int) -> SentBytes:
+    """Return the collectives of a step's sum of gradients of these shapes, by formula.
+
+    Args:
+        word: of `--compress`.
+        shapes: of the gradients on a rank.
+        itemsize: the bytes of one of their numbers.
+    """
+    kind, number = parse(word)
+    sizes = [(shape, prod(shape)) for shape in shapes]
+    if kind == "topk":
+        count = sum(largest(number, size) for _, size in sizes)
+        return [(ALL_GATHER, count * PLACE.itemsize), (ALL_GATHER, count * itemsize)]
+    if kind == "powersgd":
+        first = second = 0
+        for shape, size in sizes:
+            rank = low_rank(int(number), shape)
+            columns = shape[-1] if shape else 1
+            first += size if rank is None else rank * (size // columns)
+            second += 0 if rank is None else rank * columns
+        return [(ALL_REDUCE, first * itemsize), (ALL_REDUCE, second * itemsize)]
+    return [(ALL_REDUCE, 2 * sum(size for _, size in sizes))]
+
+
+def largest(share: float, size: int) -> int:
+    """Return how many of a gradient's numbers `topk` sends: at least one of some."""
+    return min(size, ceil(share * size))
+
+
+def low_rank(rank: int, shape: Shape) -> int | None:
+    """Return the rank of a gradient's two factors; None if they are no shorter than itself."""
+    if len(shape) < 2:
+        return None
+    rows, columns = prod(shape[:-1]), shape[-1]
+    return rank if rank * (rows + columns) < rows * columns else None
+
+
+# ---- arrays ----
+
+
+def zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
+    """Return zeros of the gradients' shapes."""
+    return {name: namespace(grad).zeros_like(grad) for name, grad in gradients.items()}
+
+
+def as_matrix(array: Array) -> Array:
+    """Return a view of an array as a matrix of its last axis."""
+    return array.reshape(-1, array.shape[-1])
+
+
+def first_factor(name: str, grad: Array, rank: int) -> Array:
+    """Return random directions (n, rank), which depend on the parameter's name alone."""
+    xp, draws = namespace(grad), np.random.default_rng([*name.encode()])
+    return xp.asarray(draws.standard_normal((grad.shape[-1], rank)).astype(grad.dtype))
+
+
+def joined(arrays: Any) -> Array:
+    """Return a copy of arrays as one 1-D array."""
+    parts = [array.reshape(-1) for array in arrays]
+    return namespace(parts[0]).concatenate(parts)
+
+
+def put_back(flat: Array, arrays: Any) -> None:
+    """Write what `joined` has returned back into the arrays."""
+    start = 0
+    for array in arrays:
+        array[...] = flat[start : start + array.size].reshape(array.shape)
+        start += array.size
