@@ -28,6 +28,7 @@ from nnmpi.train.config import (
     ModelConfig,
     NumericsConfig,
     OptimizationConfig,
+    ParallelConfig,
     RunConfig,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
@@ -80,6 +81,7 @@ SHARED: Mapping[type[Any], str] = {
     DataConfig: "",
     OptimizationConfig: "batch_size optimizer loss momentum weight_decay",
     NumericsConfig: "",
+    ParallelConfig: "compress",
     RunConfig: "backend dtype jit seed",
 }
 
@@ -165,14 +167,14 @@ def main(words: Sequence[str], group: Group) -> None:
 def _header(
     asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float, date: str
 ) -> list[str]:
-    machine = asked.machine
+    machine, compress = asked.machine, asked.config.parallel.compress
     memory = "any memory" if machine.memory is None else f"{format_bytes(machine.memory)} each"
     return [
         (
             f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size};"
             f" {counted(ranks, 'rank')} on {counted(len(set(network.nodes)), 'node')}, {memory}"
         ),
-        f"messages: {network.name}",
+        f"messages: {network.name}{f'; gradients by {compress}' if compress else ''}",
         (
             f"computing: measured here on {date}; a step of one rank takes"
             f" {format_seconds(step_s, 3)} without the update"

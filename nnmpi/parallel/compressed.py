@@ -263,6 +263,18 @@ def messages_of(word: str, shapes: Any, itemsize: int) -> SentBytes:
     return [(ALL_REDUCE, 2 * sum(size for _, size in sizes))]
 
 
+def held_bytes(word: str, shapes: Any, itemsize: int) -> int:
+    """Return the bytes of a state for these gradients, with the copies of it that a step keeps."""
+    kind, number = parse(word)
+    kept = 0
+    for shape in shapes:
+        if kind == "topk":
+            kept += prod(shape)
+        elif kind == "powersgd" and low_rank(int(number), shape) is not None:
+            kept += prod(shape) + int(number) * shape[-1]
+    return 2 * kept * itemsize
+
+
 def largest(share: float, size: int) -> int:
     """Return how many of a gradient's numbers `topk` sends: at least one of some."""
     return min(size, ceil(share * size))

@@ -542,7 +542,7 @@ class Config:
             )
             for name in non_defaults(self.parallel):
                 require(
-                    name in ("layout", "memory_limit", "offload"),
+                    name in ("layout", "memory_limit", "offload", "compress"),
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         model, given = self.model.model, non_defaults(self.data) | non_defaults(self.optimization)

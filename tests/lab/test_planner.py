@@ -33,9 +33,10 @@ from nnmpi.lab.planner.price import (
 )
 from nnmpi.lab.planner.price import plan as search
 from nnmpi.lab.planner.profile import Workload, find_profile, ready, shares_of
-from nnmpi.memory.ledger import GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.ledger import COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
+from nnmpi.parallel.data import NUMBERS_BYTES
 from nnmpi.schedule.schedule import there_and_back
 from nnmpi.schedule.schedules import SCHEDULES
 from nnmpi.train import computing
@@ -45,6 +46,7 @@ from tests.base.test_launcher import SLURM
 from tests.harness.refusals import usage_error
 
 CONTEXT, TOKENS = 8, 12
+GPT = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
 PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
 SMALL = f"{PLANNED} --epochs 1 --quiet".split()
 
@@ -68,9 +70,8 @@ def quick(monkeypatch, tmp_path):
 def workload(batch_size=16, samples=None, **options):
     drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
     dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
-    gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
     return Workload(
-        assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}),
+        assemble({"batch_size": batch_size, "jit": "off", **(options or GPT)}),
         (dataset, dataset),
         numpy_backend(),
     )
@@ -123,6 +124,10 @@ def pricer(ranks, per_node, name="", factor=1.0):
     nodes = None if per_node >= ranks else blocks(ranks, per_node)
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
     return work.pricer(times, PlannedNetwork("made up", machine, ranks))
+
+
+def network_of(ranks, beta_s=1e-9):
+    return PlannedNetwork("made up", Machine.uniform(alpha_s=2e-5, beta_s=beta_s), ranks)
 
 
 def layouts(one):
@@ -260,6 +265,47 @@ def test_state_is_that_of_the_ledger_to_the_byte(one):
     for kind in (GRADIENTS, STATE):
         assert text[kind] == max(item[kind] for item in result), kind
     assert text[PARAMETERS] >= max(item[PARAMETERS] for item in result)  # once on a node
+
+
+COMPRESSED = ("fp16", "bf16", "powersgd:2", "topk:0.05")
+
+
+@pytest.mark.parametrize("word", COMPRESSED)
+@pytest.mark.parametrize("one", [Candidate(2), Candidate(2, 2, microbatches=2)], ids=str)
+def test_compressed_gradients_have_the_bytes_that_a_run_reports(word, one):
+    """Those of the rank of a pipeline that has most, and what each rank keeps."""
+    work = workload(compress=word, **GPT)
+
+    def run(group):
+        with ready(work, one.options() | {"batch_size": 4}, group) as (worker, batches):
+            reports = [worker.step(next(batches)) for _ in range(3)]
+            return reports[-1].comm_bytes, worker.parallel.state_bytes
+
+    prices = work.pricer(made_up(4), network_of(one.ranks))
+    sums = [*prices._sums(one)]
+    planned = sum(nbytes // (2 if what == "all-gather" else 1) for what, _, nbytes, _ in sums)
+    given, kept = zip(*simulate(run, one.ranks), strict=True)
+    if one.pp == 1:
+        assert {*given} == {planned + NUMBERS_BYTES}
+    else:  # the reports have the sums of tied parameters, too
+        assert max(given) >= planned + NUMBERS_BYTES
+    assert max(kept) == max(memory[COMMUNICATION] for memory in prices.memory_of_ranks(one))
+
+
+def test_compression_pays_on_slow_links_and_leaves_other_layouts_out():
+    plain, slow = Candidate(4), network_of(4, beta_s=1e-6)
+    prices = {
+        word: workload(compress=word, **GPT).pricer(made_up(4), slow)
+        for word in (None, *COMPRESSED)
+    }
+    seconds = {word: item.price(plain).exposed_s for word, item in prices.items()}
+    assert seconds["fp16"] == seconds["bf16"] < 0.7 * seconds[None]
+    assert seconds["topk:0.05"] < seconds["powersgd:2"] < seconds[None]
+    result, refused = candidates(4, 16, {(1, 1), (2, 1)}, 6, "powersgd:2")
+    assert result and not any(item.zero or item.tp > 1 for item in result)
+    assert sum("compress powersgd:2 cannot" in reason for reason in refused) >= 1
+    assert "--compress fp16" in plan.train_command(plan.parse(["--compress", "fp16"]), 2, {"dp": 2})
+    usage_error("--compress is fp15; give fp16", plan.parse, ["--compress", "fp15"])
 
 
 @pytest.mark.host_only("a simulated step for each kind of layout, on the double for minutes")

@@ -41,7 +41,7 @@ RACE_ROUNDS = 2
 FAR_OFF = 0.15  # of a step's time
 SHORT_S = 1e-3  # of an MLP's 230 us, a run's own work and the waits for it were 170 us more
 # Options that a price knows
-PRICED = {"layout", "activation_memory", *Candidate.__dataclass_fields__}
+PRICED = {"layout", "activation_memory", "compress", *Candidate.__dataclass_fields__}
 MENDS = {
     "compute_s": "nnmpi plan --again measures the model anew",
     "wait_s": "nnmpi plan --again measures the stages anew",

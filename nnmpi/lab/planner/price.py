@@ -36,6 +36,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.backend.array import Shape
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.shard import split
@@ -46,7 +47,7 @@ from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.executor import SERIAL, executable
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import GradientExchange, Layout, check_layout
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
@@ -54,6 +55,7 @@ from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
+from nnmpi.parallel.compressed import held_bytes, messages_of
 from nnmpi.parallel.zero.storage import (
     UNIT_BYTES,
     StateBytes,
@@ -163,7 +165,11 @@ class Candidate:
 
 
 def candidates(
-    ranks: int, batch_size: int, shares: Collection[tuple[int, int]], layers: int
+    ranks: int,
+    batch_size: int,
+    shares: Collection[tuple[int, int]],
+    layers: int,
+    compress: str | None = None,
 ) -> tuple[list[Candidate], Refusals]:
     """Return the possible layouts, and the number of impossible ones by reason.
 
@@ -172,8 +178,10 @@ def candidates(
         batch_size: rows of a global batch.
         shares: the possible (tp, sp) of the model.
         layers: the length of the model's chain.
+        compress: see `GradientExchange`.
     """
     result: list[Candidate] = []
+    exchange = GradientExchange(compress=compress)
     refused = Refusals()
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for pp, tp, sp in product(divisors, divisors, divisors):
@@ -191,7 +199,8 @@ def candidates(
                 for zero, recompute in product(
                     (0, *STAGES) if item.replicas > 1 else (0,), (False, True)
                 ):
-                    result += _checked(replace(item, zero=zero, recompute=recompute), refused)
+                    one = replace(item, zero=zero, recompute=recompute)
+                    result += _checked(one, exchange, refused)
     return result, refused
 
 
@@ -213,11 +222,13 @@ def _pipelines(
             )
 
 
-def _checked(candidate: Candidate, refused: Refusals) -> Iterator[Candidate]:
+def _checked(
+    candidate: Candidate, exchange: GradientExchange, refused: Refusals
+) -> Iterator[Candidate]:
     options = candidate.options()
     options.pop("microbatches", None)
     try:
-        Layout(**options)
+        check_layout(Layout(**options), exchange=exchange)
     except UsageError as error:
         refused[str(error).partition(",")[0].partition(";")[0]] += 1
     else:
@@ -372,7 +383,7 @@ class ModelShapes:
         self._build, self._dtype, self._state_arrays = build, dtype, state_arrays
         self._sample, self._seconds, self.backend = sample, seconds, backend
         self.cuts, self.states = cache(self._cuts), cache(self._states)
-        self.tied_bytes = cache(self._tied_bytes)
+        self.tied_bytes, self.gradients = cache(self._tied_bytes), cache(self._gradients)
         self._model = cache(self._spread)
 
     def _tied_bytes(self, division: Division) -> int:
@@ -388,6 +399,26 @@ class ModelShapes:
             for parameter in parameters_of(list(chain.from_iterable(stages)))
         )
         return {parameter for parameter, count in ranks.items() if count > 1}
+
+    def _gradients(self, division: Division) -> tuple[tuple[Shape, ...], ...]:
+        """Return the shapes of the gradients on each pipeline rank."""
+        if division[1] == 1:
+            model, _ = self._model(division[0])
+            ranks = [[*model.parameters()]]
+        else:
+            ranks = [
+                [*parameters_of(list(chain.from_iterable(stages)))]
+                for stages in self._stages_of(division)
+            ]
+        return tuple(
+            tuple(item.declared for item in parameters if item.requires_grad)
+            for parameters in ranks
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number."""
+        return np.dtype(self._dtype).itemsize
 
     def _stages_of(self, division: Division) -> list[list[Sequence[ChainLayer]]]:
         """Return the layers of each stage of each rank of a pipeline."""
@@ -455,6 +486,7 @@ class Pricer:
         network: costs of messages.
         shapes: of the model under layouts.
         count: (ranks, options of a layout) -> its segments and their bytes.
+        compress: how gradients are compressed, see `GradientExchange`.
     """
 
     def __init__(
@@ -465,7 +497,9 @@ class Pricer:
         network: PlannedNetwork,
         shapes: ModelShapes,
         count: Callable[[int, Mapping[str, Any]], SegmentCosts],
+        compress: str | None = None,
     ) -> None:
+        self.compress = compress
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
@@ -596,12 +630,13 @@ class Pricer:
 
     def _fused(self, candidate: Candidate) -> bool:
         """Whether each rank updates a slice of the node's parameters, see `parallel.fused`."""
-        whole = candidate.pp == candidate.tp == 1
+        whole = candidate.pp == candidate.tp == 1 and self.compress is None
         return whole and not candidate.zero and self._shares_memory(candidate)
 
     def _through_memory(self, candidate: Candidate) -> bool:
         """Whether the sums in shared memory have a fitted time."""
-        return self.network.has_shared and self._shares_memory(candidate)
+        is_plain = self.compress is None
+        return is_plain and self.network.has_shared and self._shares_memory(candidate)
 
     def _exposed(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
         """Return the seconds of messages that no computation hides, except a pipeline's.
@@ -644,6 +679,9 @@ class Pricer:
         if candidate.replicas == 1:
             return
         groups = self._mesh(*candidate.axes).groups(DP, SP)
+        if self.compress is not None:  # never with ZeRO
+            yield from self._compressed(self.compress, candidate, groups)
+            return
         states = self.shapes.states(candidate.division, candidate.zero, candidate.replicas)
         in_memory = self._through_memory(candidate)
         if not candidate.zero:
@@ -662,6 +700,16 @@ class Pricer:
                 yield "reduce-scatter", groups, nbytes, times
                 yield "all-gather", groups, nbytes, gathers
 
+    def _compressed(
+        self, compress: str, candidate: Candidate, groups: Sequence[Sequence[int]]
+    ) -> Iterator[PlannedExchange]:
+        """Yield the collectives of compressed gradients, of the pipeline rank with most bytes."""
+        shapes, itemsize = self.shapes.gradients(candidate.division), self.shapes.itemsize
+        by_rank = [messages_of(compress, items, itemsize) for items in shapes]
+        for what, given in max(by_rank, key=lambda messages: sum(n for _, n in messages)):
+            # a gather's buffer has the parts of all
+            yield what, groups, given * (candidate.replicas if what == "all-gather" else 1), 1
+
     def _buckets(self, candidate: Candidate, sums: Sequence[PlannedExchange]) -> int:
         """Return how many buckets are summed one by one, so that the backward pass may hide all but
         the last.
@@ -675,8 +723,8 @@ class Pricer:
         """Return the seconds of summing gradients and gathering parameters that are not hidden."""
         sums = [*self._sums(candidate)]
         total_s = self._seconds(sums)
-        if not sums or sums[0][0] != "all-reduce":
-            return total_s
+        if not sums or sums[0][0] != "all-reduce" or self.compress is not None:
+            return total_s  # compressed ones begin after the backward pass
         what, groups, nbytes, _ = sums[0]
         # In a pipeline the other stages end earlier, and sum while it drains.
         hidden_s, least = bubble_s, groups[: candidate.tp]
@@ -697,12 +745,18 @@ class Pricer:
         """Return the bytes by kind of each rank of a pipeline."""
         once = candidate.zero > 0 and self._shares_memory(candidate)
         states = self.shapes.states(candidate.division, candidate.zero, candidate.replicas, once)
+        kept = [
+            0 if self.compress is None else held_bytes(self.compress, shapes, self.shapes.itemsize)
+            for shapes in self.shapes.gradients(candidate.division)
+        ]
         return [
             self._memory_of(candidate, *item)
-            for item in zip(states, self._activations(candidate), strict=True)
+            for item in zip(states, self._activations(candidate), kept, strict=True)
         ]
 
-    def _memory_of(self, candidate: Candidate, state: StateBytes, activations: int) -> Memory:
+    def _memory_of(
+        self, candidate: Candidate, state: StateBytes, activations: int, kept: int
+    ) -> Memory:
         # the fused update keeps one shared copy per node
         shares = candidate.replicas if self._fused(candidate) else 1
         return {
@@ -710,7 +764,7 @@ class Pricer:
             GRADIENTS: state.gradients,
             STATE: state.optimizer // shares,
             ACTIVATIONS: activations,
-            COMMUNICATION: state.units,
+            COMMUNICATION: state.units + kept,
             BATCHES: sum(candidate.rows(self.batch_size)) * self.row_bytes // candidate.sp,
         }
 
@@ -816,7 +870,11 @@ def plan(
     """
     ranks = pricer.network.ranks
     result, refused = candidates(
-        ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers)
+        ranks,
+        pricer.batch_size,
+        pricer.profile.shares,
+        len(pricer.profile.layers),
+        pricer.compress,
     )
     if not result:
         reasons = "; ".join(

@@ -154,7 +154,8 @@ class Workload:
         )
         shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, self.backend)
         count = partial(count_costs, self)
-        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes, count)
+        compress = self.config.parallel.compress
+        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes, count, compress)
 
     def key(self, group: Group, ranks: int) -> dict[str, Any]:
         """Return everything on which the measured times depend, equal on all ranks. Collective."""
