@@ -12,6 +12,10 @@ ranks, the others on one of these except 1. --rest runs only what --all adds.
 Other arguments are pytest's (paths, -k, -x). With them the runs follow one another, print at once,
 and leave nothing out.
 
+--changed runs the test files that import what has changed since this branch left the main one, or
+since --since REV, directly or by other modules; see `tests/harness/changed.py`. Slow tests are left
+out. It is a filter for who is at work: the whole suite is run before a change is merged.
+
 If several runs went at once, or with --again, a few failed tests are repeated by themselves. A test
 that then passes is reported as unsteady, not as failed.
 
@@ -25,8 +29,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
-from tests.harness import left_out
+from tests.harness import changed, left_out
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
 from tests.harness.suite import Suite, run_side_by_side
 
@@ -41,6 +46,12 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = _parser().parse_known_args()
     begin = time.monotonic()
+    touched = []
+    if options.changed or options.since:
+        touched = _touched(options.since)
+        if not touched:
+            _say("no test file imports what has changed\n")
+            return 0
     everything = options.all or options.rest
     quick = not everything and not arguments
     ranks = (
@@ -54,7 +65,10 @@ def main():
     # one more than cores, since a tenth of the time tests wait for something that sleeps
     lanes = options.jobs or (1 if arguments or options.no_serial else _cores() + 1)
     words = {
-        size: arguments or left_out.options(size, ranks, everything, options.rest) for size in sizes
+        size: [*left_out.options(size, ranks, everything, options.rest), *arguments, *touched]
+        if touched or not arguments
+        else arguments
+        for size in sizes
     }
     suites = [
         # eight ranks on two busy cores take more than a minute for what four do in half of one
@@ -84,6 +98,18 @@ def main():
     )
 
 
+def _touched(since):
+    """Return the test files that a change touches, and say which."""
+    root = Path(__file__).parents[2]
+    try:
+        files = changed.changed_since(root, since)
+    except ValueError as error:
+        raise SystemExit(f"scripts/test: {error}; give another commit") from None
+    touched = changed.touched_tests(root, files)
+    _say(f"{len(files)} changed files; {len(touched)} test files: {' '.join(touched)}\n")
+    return touched
+
+
 def _cores():
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -102,6 +128,8 @@ def _parser():
         help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks",
     )
     add("--rest", action="store_true", help="only what --all adds")
+    add("--changed", action="store_true", help="the test files that a change touches")
+    add("--since", default="", metavar="REV", help="of --changed: the change since this commit")
     add(
         "--ranks",
         type=left_out.read_ranks,
