@@ -185,7 +185,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt, cache):
 
 
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("nnmpi.data.text.PIECE", 7)
+    monkeypatch.setattr("nnmpi.data.documents.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
     pieces = list(read_documents(path))
