@@ -61,12 +61,10 @@ class PlainKernels:
             precision and computes in float32 or more; an update knows a guard; squares add up in
             float64.
         convolves: whether they have convolutions of their own: numba's, a device's depthwise ones.
-        planes: pools by planes.
     """
 
     of_device: ClassVar[bool] = False
     convolves: ClassVar[bool] = False
-    planes: ClassVar[type[Planes]] = Planes
 
     # ---- row formulas
 
@@ -474,7 +472,7 @@ class PlainKernels:
         rows, columns = over.out(*x.shape[1:3])
         x = bordered(x, over.padding, -float("inf"))
         y = xp.empty((len(x), rows, columns, x.shape[3]), x.dtype)
-        planes = self.planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
+        planes = Planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
         winner = xp.empty(y.shape, planes.dtype) if keep else None
         if y.size:
             view = over.positions(x)
@@ -496,7 +494,7 @@ class PlainKernels:
         seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
         make = xp.empty if seen == padded[1:3] and not over.overlap else xp.zeros
         result = make(padded, grad.dtype)
-        planes = self.planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
+        planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
             view = over.positions(result)
             for images, block in _blocks(grad, over):

@@ -11,7 +11,7 @@ from nnmpi import Tensor, jit, no_grad
 from nnmpi.backend.jit import conv3x3
 from nnmpi.backend.kernels import load
 from nnmpi.ops import conv2d, conv_relu_pool, max_pool2d, relu
-from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
+from nnmpi.ops.conv.compiled_3x3 import CompiledWinograd
 from tests.harness.slow import KERNELS, once_more
 from tests.ops.replays import check_replays
 from tests.ops.test_compiled_dense import run
@@ -30,15 +30,11 @@ def products(monkeypatch):
         pytest.skip("this NumPy's BLAS cannot be called from compiled code")
 
 
-def draw(sizes, whole=False, seed=0):
-    """Return images, a kernel and a bias, float32; `whole` numbers are added up exactly and are
-    often equal.
-    """
+def draw(sizes, seed=0):
+    """Return images, a kernel and a bias, float32."""
     n, h, w, c, o = sizes
     rng = np.random.default_rng(seed)
     shapes = (n, h, w, c), (3, 3, c, o), (o,)
-    if whole:
-        return [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
     arrays[1] /= np.float32(np.sqrt(9 * c))
     return arrays
@@ -57,9 +53,9 @@ def fused(x, weight, bias=None, pool=2):
     return conv_relu_pool(x, weight, bias, padding=1, pool=pool)
 
 
-def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=True):
-    """Compare with float64, within 2e-6 of the largest; exactly where all numbers are whole."""
-    arrays, nodes = draw(sizes, whole)[: 3 if bias else 2], []
+def compare(sizes, pool, for_x=True):
+    """Compare with float64, within 2e-6 of the largest."""
+    arrays, nodes = draw(sizes), []
 
     def apply(function, *leaves):
         if not for_x:
@@ -71,12 +67,10 @@ def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=Tr
     given = arrays if for_x else arrays[1:]
     expected = run(partial(apply, chain), given, np.float64, False)
     result = run(partial(apply, fused), given, np.float32, True)
-    assert isinstance(nodes[1].algorithm, kind)
+    assert isinstance(nodes[1].algorithm, CompiledWinograd)
     for mine, theirs in zip(result, expected, strict=True):
         assert mine.dtype == np.float32
-        np.testing.assert_allclose(
-            mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3)
-        )
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6 * abs(theirs).max(initial=1e-3))
 
 
 # The first divides nothing; the second is one tile. Few, since each kind of each of them is
@@ -118,9 +112,8 @@ def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     "sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 12, 8, 1, 5), (0, 12, 8, 1, 5)]
 )
 def test_images_of_few_channels(sizes):
-    """The direct kernel, for images that need no gradient."""
-    compare(sizes, 2, CompiledDirect, for_x=False)
-    compare(sizes, 2, CompiledDirect, for_x=False, whole=True)
+    """A network's first layer, whose images need no gradient."""
+    compare(sizes, 2, for_x=False)
 
 
 @pytest.mark.parametrize("shade", [0.0, 1.0])
@@ -157,7 +150,7 @@ def is_compiled(y):
     """Return whether one of numba's kernels computed this; the last operation may be a pooling by
     itself.
     """
-    return isinstance(getattr(y.node, "algorithm", None), CompiledWinograd | CompiledDirect)
+    return isinstance(getattr(y.node, "algorithm", None), CompiledWinograd)
 
 
 def test_what_does_not_fit_is_computed_plainly():
@@ -182,7 +175,7 @@ def test_what_does_not_fit_is_computed_plainly():
 
 
 def test_a_compiled_step_is_the_eager_one():
-    """Bit for bit, by both kernels, with other values."""
+    """Bit for bit, with and without a gradient of the images, with other values."""
     first, second = (
         draw((2, 12, 8, 1, 5)),
         [Tensor(item, requires_grad=True) for item in draw((2, 6, 4, 5, 7))[1:]],

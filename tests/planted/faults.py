@@ -1043,18 +1043,4 @@ FAULTS = (
         KERNELS,
         "exact",
     ),
-    Fault(
-        "numba's pooling: a later one of equal pixels wins",
-        "nnmpi/backend/jit/loops.py",
-        "won[i] = np.uint8(k) if value > before else won[i]",
-        "won[i] = np.uint8(k) if value >= before else won[i]",
-        "tests/ops/test_compiled_dense.py -k plain_bits",
-    ),
-    Fault(
-        "numba's loss: the label's logit after the largest was taken off twice",
-        "nnmpi/backend/jit/loops.py",
-        "losses[r] = np.float32(math.log(total)) - (chosen - top)",
-        "losses[r] = np.float32(math.log(total)) - (chosen - top - top)",
-        "tests/ops/test_compiled_dense.py",
-    ),
 )

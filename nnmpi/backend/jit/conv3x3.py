@@ -1,6 +1,5 @@
-"""Compiled 3 x 3 convolutions: Winograd's F(2x2, 3x3), and a direct one for few channels.
-
-Winograd's: 16 products per four outputs of a 3 x 3 kernel instead of 36.
+"""Compiled 3 x 3 convolutions: Winograd's F(2x2, 3x3), which takes 16 products per four outputs
+instead of 36.
 
 Lavin and Gray, "Fast algorithms for convolutional neural networks" (2016), with the transforms
 
@@ -29,14 +28,6 @@ tile rows at a time, so that V and M stay in the processor's cache.
 The products are calls of sgemm in the OpenBLAS of NumPy's wheels, with no Python in between. Its
 functions have 64-bit sizes and a prefix in their names. Other builds of NumPy (a distribution's, or
 with Apple's Accelerate) lack them and do not use this kernel.
-
-The direct convolution multiplies no matrices. It serves images with few channels, followed by bias,
-ReLU and 2 x 2 max-pooling. The four outputs of a pooling window see 4 x 4 pixels of the images with
-a border of zeros. For each kernel row, two rows of these pixels are kept in registers, and the
-row's three elements are applied for many output channels at a time:
-
-    p0  p1  p2  p3           output 0 is the sum of p0 .. p2 times the row, 1 of p1 .. p3,
-    q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
 """
 
 import ctypes
@@ -462,100 +453,5 @@ def winograd(z: Sizes, pooled: bool) -> Kernels:
                 _copy(to_x, spread, False, first, here, h, w, c)
         if for_weight:
             _kernels_out(du, to_weight, c * o)
-
-    return forward, backward
-
-
-@inlined
-def _add_row(patch, below, c, weight, s, o, sums):
-    """Add one channel and kernel row to the four outputs of a window; s is the distance between
-    elements of the row.
-    """
-    (p0, p1, p2, p3), (q0, q1, q2, q3) = _four(patch, 0, c), _four(below, 0, c)
-    for i in range(o):
-        a, b, d = weight[i], weight[i + s], weight[i + 2 * s]
-        sums[i] += p0 * a + p1 * b + p2 * d
-        sums[i + o] += p1 * a + p2 * b + p3 * d
-        sums[i + 2 * o] += q0 * a + q1 * b + q2 * d
-        sums[i + 3 * o] += q1 * a + q2 * b + q3 * d
-
-
-@inlined
-def _add_products(patch, below, c, above, argmax, s, o, to_weight):
-    """Add one window and channel to the gradient of a kernel row."""
-    (p0, p1, p2, p3), (q0, q1, q2, q3) = _four(patch, 0, c), _four(below, 0, c)
-    for i in range(o):
-        y = winner_of(above[i], np.int32(argmax[i]))
-        to_weight[i] += p0 * y[0] + p1 * y[1] + q0 * y[2] + q1 * y[3]
-        to_weight[i + s] += p1 * y[0] + p2 * y[1] + q1 * y[2] + q2 * y[3]
-        to_weight[i + 2 * s] += p2 * y[0] + p3 * y[1] + q2 * y[2] + q3 * y[3]
-
-
-def direct(h: int, w: int, c: int, o: int) -> Kernels:
-    """Return the kernels of the direct convolution and its gradients; see `kernels.direct`.
-
-    Args:
-        h, w: the images' height and width, even.
-        c, o: channels of the input and the output.
-    """
-    step = (w + 2) * c
-
-    def forward(x, weight, bias, y, corner, u, scratch):
-        part, border = scratch
-        sums = part[: 4 * o]
-        border[:] = ZERO
-        sums[:] = ZERO
-        for b in range(x.size // (h * w * c)):
-            _copy(x, border, True, b, 1, h, w, c)
-            for r in range(h // 2):
-                for t in range(w // 2):
-                    for channel in range(c):
-                        for k in range(3):
-                            patch = border[(2 * r + k) * step + 2 * t * c + channel :]
-                            _add_row(
-                                patch,
-                                patch[step:],
-                                c,
-                                weight[(3 * k * c + channel) * o :],
-                                c * o,
-                                o,
-                                sums,
-                            )
-                    at = ((b * (h // 2) + r) * (w // 2) + t) * o
-                    out, argmax = y[at:], corner[at:]
-                    for i in range(o):
-                        out[i], argmax[i] = largest_of(_four(sums, i, o), bias[i])
-                    sums[:] = ZERO
-
-    def backward(grad, x, corner, u, to, scratch):
-        _, to_weight, to_bias = to
-        part, border = scratch
-        border[:] = ZERO
-        to_weight[:] = ZERO
-        to_bias[:] = ZERO
-        for b in range(x.size // (h * w * c)):
-            _copy(x, border, True, b, 1, h, w, c)
-            # one image's sum; a single sum over all windows would round ten times worse
-            part[:] = ZERO
-            part_bias = part[9 * c * o :]
-            for r in range(h // 2):
-                for t in range(w // 2):
-                    at = ((b * (h // 2) + r) * (w // 2) + t) * o
-                    above, argmax = grad[at:], corner[at:]
-                    for channel in range(c):
-                        for k in range(3):
-                            patch, row = (
-                                border[(2 * r + k) * step + 2 * t * c + channel :],
-                                3 * k * c + channel,
-                            )
-                            _add_products(
-                                patch, patch[step:], c, above, argmax, c * o, o, part[row * o :]
-                            )
-                    for i in range(o):
-                        part_bias[i] += above[i] if argmax[i] < DEAD else ZERO
-            for i in range(to_weight.size):
-                to_weight[i] += part[i]
-            for i in range(o):
-                to_bias[i] += part_bias[i]
 
     return forward, backward

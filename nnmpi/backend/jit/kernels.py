@@ -25,7 +25,6 @@ from nnmpi.backend.plain import (
     wide_for,
     widened,
 )
-from nnmpi.backend.planes import Planes
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.printed import PrintedKernels, itself
 from nnmpi.backend.recording import call
@@ -37,10 +36,6 @@ CORNER = types.uint8  # the largest pixel of a window, 0 to 3
 SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
 LOOPS = {
-    "planes_largest": (read(2), write(1), write(1, types.uint8)),
-    "planes_bias_relu": (read(1), write(1), write(1, types.uint8)),
-    "planes_grad": (read(1), read(1, types.uint8), write(2)),
-    "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(1), read(2), write(2), write(2)),
     "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
 }
@@ -80,17 +75,16 @@ def winograd(z: conv3x3.Sizes, pooled: bool) -> KernelPair:
     Args:
         pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
     """
-    return _convolution(*conv3x3.winograd(z, pooled), 3, 7)
-
-
-@cache
-def direct(h: int, w: int, c: int, o: int) -> KernelPair:
-    """Return the pooled convolution and its gradients for images (h, w, c) with small c.
-
-    Same arguments as `winograd`; u and the images' gradient have no elements, and there are
-    two scratch arrays, of 9 c o + o elements and for one image with its border.
-    """
-    return _convolution(*conv3x3.direct(h, w, c, o), 2, 2)
+    to, forward_scratch, backward_scratch = (
+        types.UniTuple(write(1), count)  # type: ignore[no-untyped-call]
+        for count in (3, 3, 7)
+    )
+    forward, backward = conv3x3.winograd(z, pooled)
+    outs = write(1), write(1, CORNER), write(1)
+    return KernelPair(
+        build(forward, *(read(1),) * 3, *outs, forward_scratch),
+        build(backward, *(read(1),) * 2, read(1, CORNER), read(1), to, backward_scratch),
+    )
 
 
 @cache
@@ -104,39 +98,6 @@ def depthwise(kernel_h: int, kernel_w: int) -> KernelPair:
     return KernelPair(*(build(function, *arrays) for function in functions))
 
 
-def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> KernelPair:
-    """Return the two compiled; `scratch` has the number of scratch arrays of each."""
-    several = [types.UniTuple(write(1), count) for count in (*scratch, 3)]  # type: ignore[no-untyped-call]
-    return KernelPair(
-        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), several[0]),
-        build(backward, *(read(1),) * 2, read(1, CORNER), read(1), several[2], several[1]),
-    )
-
-
-class CompiledPlanes(Planes):
-    """Max-pooling by planes, with a loop for each pass of a training step."""
-
-    __slots__ = ()
-
-    def largest(self, planes: Array, h: Array, winner: Array | None) -> None:
-        """See `Planes.largest`."""
-        if winner is None or winner.dtype != np.uint8:
-            return super().largest(planes, h, winner)
-        return call(loop("planes_largest"), (planes,), (h, winner))
-
-    def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
-        """See `Planes.bias_relu`."""
-        if bias is None or winner is None or winner.dtype != np.uint8:
-            return super().bias_relu(bias, h, winner)
-        return call(loop("planes_bias_relu"), (bias,), (h, winner))
-
-    def gradient(self, grad: Array, winner: Array, out: Array) -> None:
-        """See `Planes.gradient`."""
-        if winner.dtype != np.uint8:
-            return super().gradient(grad, winner, out)
-        return call(loop("planes_grad"), (grad, winner), (out,))
-
-
 class NumbaKernels(PrintedKernels):
     """The kernels that numba compiles, for NumPy's float32 arrays; the others are plain."""
 
@@ -144,11 +105,9 @@ class NumbaKernels(PrintedKernels):
 
     # ---- convolutions; see the functions above
 
-    winograd, direct = staticmethod(winograd), staticmethod(direct)
+    winograd = staticmethod(winograd)
     depthwise = staticmethod(depthwise)
     has_products, sizes = staticmethod(conv3x3.has_products), staticmethod(conv3x3.sizes)
-
-    planes = CompiledPlanes
 
     # ---- row formulas
 
@@ -198,27 +157,6 @@ class NumbaKernels(PrintedKernels):
 
     def lstm_step_grad(self, *arrays: Array) -> None:
         call(loop("lstm_step_grad"), (), arrays)
-
-    # ---- cross-entropy, with a loop of its own: a row's label is one of its elements
-
-    def softmax_loss(self, logits: Array, labels: Array, *settings: Any) -> tuple[Array, Residuals]:
-        """See `PlainKernels.softmax_loss`; the gradients are saved, unless it is computed there."""
-        xp = namespace(logits)
-        if settings != (None, 0):
-            return super().softmax_loss(logits, labels, *settings)
-        logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
-        losses, gradients = (
-            xp.empty((len(logits),), logits.dtype),
-            xp.empty(logits.shape, logits.dtype),
-        )
-        labels = labels if labels.dtype == "int64" else labels.astype("int64")
-        call(loop("softmax_loss"), (logits, labels), (losses, gradients))
-        return losses, (gradients,)
-
-    def softmax_loss_grad(self, grad: Array, saved: Residuals, *settings: Any) -> Array:
-        if settings != (None, 0):
-            return super().softmax_loss_grad(grad, saved, *settings)
-        return saved[0] * np.reshape(grad, (grad.size, 1))
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 

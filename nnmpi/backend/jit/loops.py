@@ -1,15 +1,13 @@
 """Kernels that are plain loops, with few passes over the data.
 
 NumPy passes over memory once per operation, and its calls take a microsecond each. These loops pay
-neither, so they win in small or long chains of operations: in the loss, whose labels choose
-elements of rows, in a step of LSTM, whose gates lie side by side. Other chains are row formulas,
-whose loops `rows` prints.
+neither, so they win in long chains of operations that are no row formulas, whose loops `rows`
+prints: in a step of LSTM, whose gates lie side by side, and in depthwise convolutions.
 
 exp, tanh, log and maxima are written without calls and branches, because only then are the loops
 around them vectorized.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from numba.extending import intrinsic
 from nnmpi.backend.jit.build import inlined
 
 _unsigned = np.uint64
-BLOCK = 2048  # numbers of each plane
 ROWS = 64  # summed before they are added to the total: one long sum would round worse
 
 _ZERO, _HALF, _ONE, _ABOVE = map(np.float32, (0, 0.5, 1, 128.5))
@@ -161,53 +158,11 @@ def ordered(key):
 
 
 @inlined
-def largest(row):
-    """Return the largest of at least one number, NaN if there is one."""
-    top = order(row[0])
-    for i in range(1, row.size):
-        key = order(row[i])
-        top = key if key > top else top
-    return ordered(top)
-
-
-@inlined
 def empty_into(part, total):
     """total += part; part = 0. A loop: array statements were slower."""
     for i in range(part.size):
         total[i] += part[i]
         part[i] = _ZERO
-
-
-# Max-pooling, see `backend.planes`: planes (positions, size), in blocks that stay in the cache.
-
-
-def planes_largest(planes, h, winner):
-    """h = the maximum over the positions, winner = its position; NaN stays."""
-    for start in range(0, h.size, BLOCK):
-        top, won = h[start : start + BLOCK], winner[start : start + BLOCK]
-        for k in range(planes.shape[0]):
-            row = planes[k][start : start + BLOCK]
-            for i in range(top.size):
-                value, before = row[i], row[i] if k == 0 else top[i]
-                won[i] = np.uint8(k) if value > before else won[i]
-                top[i] = value if value > before or value != value else before
-
-
-def planes_bias_relu(bias, h, winner):
-    """h = max(h + bias, 0); winner = 255 where that is 0."""
-    for i in range(h.size):
-        value = h[i] + bias[i]
-        value = _ZERO if value < _ZERO else value
-        h[i] = value
-        winner[i] = winner[i] if value > _ZERO else np.uint8(255)
-
-
-def planes_grad(grad, winner, out):
-    """out[k] = grad where k wins, else 0."""
-    for k in range(out.shape[0]):
-        row = out[k]
-        for i in range(row.size):
-            row[i] = grad[i] if winner[i] == np.uint8(k) else _ZERO
 
 
 # Depthwise convolution, see `ops.conv.depthwise`. Arrays are flat, the weight is (kh kw, c). The
@@ -278,22 +233,6 @@ def depthwise(kernel_h, kernel_w):
         _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, False)
 
     return forward, products
-
-
-def softmax_loss(logits, labels, losses, gradient):
-    """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] is its derivative."""
-    for r in range(logits.shape[0]):
-        row, result, label = logits[r], gradient[r], labels[r]
-        top, chosen, total = largest(row), row[label], _ZERO
-        for i in range(row.size):
-            value = exp(row[i] - top)
-            result[i] = value
-            total += value
-        losses[r] = np.float32(math.log(total)) - (chosen - top)
-        share = _ONE / total
-        for i in range(row.size):
-            result[i] *= share
-        result[label] -= _ONE
 
 
 # A step of LSTM without its product, see `ops.recurrent`: the gates are i, f, o, g.

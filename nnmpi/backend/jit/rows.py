@@ -9,6 +9,7 @@ is dear to compute again is kept until then.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ STARTS = {"sum": "0.0", "max": "LEAST"}
 SCOPE = {"F": np.float32, "ZERO": np.float32(0), "ONE": np.float32(1), "float64": np.float64}
 SCOPE |= {
     "launch": call,
+    "math": math,
     "LEAST": np.int32(-(2**31)),
     "inf": np.inf,
     "nan": np.nan,

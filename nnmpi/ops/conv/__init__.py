@@ -9,7 +9,6 @@
     ByCudnn           CuPy, cuDNN      what cuDNN's heuristics choose
     WinogradNumpy     NumPy            16 or 36 products (tiles, c) @ (c, o), 3 x 3 kernels
     CompiledWinograd  NumPy, numba     16 of them in one compiled pass (see `nnmpi.jit`)
-    CompiledDirect    NumPy, numba     no matrices: few input channels, with ReLU and pooling
 
 Start with `algorithm` (the specification, and an algorithm's interface) and `convolution`
 (the operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's

@@ -9,11 +9,9 @@ The first row that fits is chosen (docs/speed.md has what each gains):
 
 arrays                      convolution                            algorithm
 NumPy                       a group for each channel               Depthwise; with pooling: None
-NumPy, float32, `jit` on    3 x 3, even size, ReLU and pooling,    CompiledDirect
-                            few channels, x needs no gradient
-                            3 x 3, even size, no or 2 x 2          CompiledWinograd
-                            pooling, neither few channels nor
-                            large kernels
+NumPy, float32, `jit` on    3 x 3, even size, no or 2 x 2          CompiledWinograd
+                            pooling, unless WinogradNumpy does it
+                            for large kernels or 8 to 15 channels
 NumPy                       3 x 3, many channels or groups, size   WinogradNumpy, tiles of 4 x 4;
                             a multiple of 4, no or 2 x 2 pooling   with pooling: None
                             3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
@@ -53,7 +51,7 @@ from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
-from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
+from nnmpi.ops.conv.compiled_3x3 import CompiledWinograd
 from nnmpi.ops.conv.depthwise import CompiledDepthwise, Depthwise
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.on_device import on_device
@@ -61,7 +59,7 @@ from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import place_for
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads, grad_enabled, lowered
+from nnmpi.tensor.function import Function, Grads, lowered
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor, stack
 
@@ -85,7 +83,6 @@ LARGE_KERNELS, FEW_PIXELS = 1 << 16, 1024
 # 21.3 ms and tiles of 4 in 14.2; from 16 to 16 channels 8.9 and 10.4 ms.
 COMPILED_CHANNELS = 16
 
-DIRECT_CHANNELS = 4  # the most input channels for which the direct kernel is faster than Winograd's
 # Compilers unroll loops over fewer outputs instead of vectorizing them, which is half as fast as
 # NumPy.
 FEWEST_OUTPUTS = 9
@@ -163,12 +160,9 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
             and single
             and o >= FEWEST_OUTPUTS
             and not (tiled and (large or min(c, o) < COMPILED_CHANNELS))
+            and kernels.has_products()
         ):
-            # the direct kernel has no input gradient
-            if c <= DIRECT_CHANNELS and not alone and not (x.requires_grad and grad_enabled()):
-                return CompiledDirect(spec)
-            if kernels.has_products():
-                return CompiledWinograd(spec)
+            return CompiledWinograd(spec)
         if tiled:  # with a pooling of its own, tiles of 4 take 0.7 of the time of fused tiles of 2
             return WinogradNumpy(spec, side) if alone or side == 2 else None
     return Im2col(spec) if alone else None

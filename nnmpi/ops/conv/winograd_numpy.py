@@ -45,8 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, ones
-from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.planes import flattened
+from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.program.record import viewed
 from nnmpi.backend.recording import call
 from nnmpi.backend.sums import repeated, slices
@@ -266,7 +265,7 @@ class Tiles:
         self._half: Array = xp.empty((side * each, *tile), dtype)  # transformed one way
         self.results: Array = xp.empty((side, side, *tile), dtype)
         self.pooled: Array = xp.empty(tile, dtype)
-        self.planes = kernels_of(self.pooled).planes(xp, side * side, self.pooled.size)
+        self.planes = Planes(xp, side * side, self.pooled.size)
 
     def pixels(self, images: Array) -> Array:
         """Return images as a view (side, side, h / side, w / side, count, ...), like `results`."""
