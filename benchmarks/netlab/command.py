@@ -1,4 +1,4 @@
-"""The command line: `python benchmarks/netlab bench | steps | run`."""
+"""The command line: `python benchmarks/netlab bench | steps | compress | run`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.collectives.command import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, results
 from benchmarks.harness.command import Parser, positive_count
 from benchmarks.netlab.bench import bench
+from benchmarks.netlab.compress import WAYS, compress
+from benchmarks.netlab.compress import check as check_compressed
 from benchmarks.netlab.lab import MAX_HOSTS, Speed, check_possible, lab_of
 from benchmarks.netlab.launch import environment
 from benchmarks.netlab.steps import CASES, check, steps
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = _parser()
         options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments))
         if options.act is None:
-            parser.error("a command is missing: bench, steps or run")
+            parser.error("a command is missing: bench, steps, compress or run")
         act: Callable[[argparse.Namespace], int | None] = options.act
         results.check_writable("--json", getattr(options, "json", None))
         return act(options)
@@ -55,6 +58,7 @@ CHECKS = "bench --sizes 64k --algorithms ring,tree", "steps --cases ring"
 def _check(options: argparse.Namespace) -> None:
     """Check what is simulated; and, where a lab is possible, measure on two hosts."""
     check()
+    check_compressed()
     try:
         check_possible()
     except UsageError as error:
@@ -103,7 +107,16 @@ def _parser() -> argparse.ArgumentParser:
         ("--cases", read(command.one_of(*names)), ",".join(names), "ways of training"),
         ("--repeats", positive_count, "3", "runs of each"),
     )
-    for item in (stepping, benches):
+    text = "training with compressed gradients beside plain sums, to the end"
+    compressing = add("compress", compress, text)
+    command.add_options(
+        compressing,
+        ("--hosts", _hosts, "4", "number of hosts"),
+        ("--rate", rates, "100mbit,1gbit", "rates of the links"),
+        ("--ways", read(command.one_of(*WAYS)), ",".join(WAYS), "ways to sum gradients"),
+        ("--data-dir", Path, None, "folder with MNIST's files (default: they are downloaded)"),
+    )
+    for item in (stepping, benches, compressing):
         text = "an MCA parameter, or a variable of MPICH's"
         item.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
         text = "file for the result, what there is of it"

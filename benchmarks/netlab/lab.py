@@ -234,6 +234,14 @@ class Lab:
                 call((*enter, "ip", "link", "set", "dev", device, *packet))
                 call((*enter, "tc", "qdisc", "replace", *_bucket(device, speed.rate)))
 
+    def sent_bytes(self) -> int:
+        """Return the bytes that the hosts have sent over their links so far, with all headers."""
+        total = 0
+        for host in self._hosts:
+            counters = call((*host.enter("net"), "cat", "/proc/self/net/dev"))
+            total += int(counters.partition("eth0:")[2].split()[8])
+        return total
+
     def end(self) -> None:
         """End all processes of the lab."""
         for process in self._processes[:1]:
@@ -344,8 +352,8 @@ def _address(name: str) -> str:
     return f"10.77.0.{254 if name == 'head' else int(name.removeprefix('h')) + 1}"
 
 
-def call(command: Sequence[str]) -> None:
-    """Run a short command to its end.
+def call(command: Sequence[str]) -> str:
+    """Run a short command to its end; return what it prints.
 
     Raises:
         LabError: with the command and its output, if its status is not 0.
@@ -362,3 +370,4 @@ def call(command: Sequence[str]) -> None:
         raise LabError(
             f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}{hint}"
         )
+    return done.stdout

@@ -82,6 +82,7 @@ def bits(arrays):
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 def test_strategies_say_for_what_they_are_meant():
     """Each is asked in turn; the last one takes what is left."""
     assert STRATEGIES[-1] is DataParallel
