@@ -6,9 +6,8 @@ It computes with NumPy, and with CuPy inside `jit(False)`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import lru_cache
-from math import pi, prod, sqrt
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,13 +18,11 @@ from nnmpi.backend.array import (
     Residuals,
     Shape,
     empty,
-    masked,
     namespace,
     ones,
     steps,
 )
 from nnmpi.backend.attend import attend, attend_grad
-from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.random import least_kept, random_bits
@@ -43,7 +40,7 @@ from nnmpi.backend.sums import (
     row_totals,
     slices,
 )
-from nnmpi.backend.trace import Symbol, is_printable
+from nnmpi.backend.trace import is_printable
 from nnmpi.backend.windows import bordered
 
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
@@ -906,140 +903,3 @@ def _norm_grad(
     kept: Array, grad: Array, slopes: Array, centers: Array, factors: Array
 ) -> tuple[Array]:
     return ((grad - (kept * slopes + centers)) * factors,)
-
-
-def logistic(x: Array, small: Array) -> Array:
-    """The sigmoid of x, by e^-|x|."""
-    # as a maximum, since `where` mispredicts branches of random signs
-    return np.maximum(small, x >= 0) / (small + 1)
-
-
-def _relu(x: Array, _: float) -> tuple[Array]:
-    """max(x, 0); the derivative at 0 is 0."""
-    return (np.maximum(x, 0),)
-
-
-def _leaky(x: Array, slope: float) -> tuple[Array]:
-    return _leaky_grad(x, x, slope)
-
-
-def _leaky_grad(grad: Array, x: Array, slope: float) -> tuple[Array]:
-    """The gradient times 1 or the slope: NumPy's `where` takes four times as long on random signs,
-    which mislead the processor's branch prediction.
-    """
-    above = x > 0
-    return ((np.logical_not(above) * (slope * x.dtype.type(1)) + above) * grad,)
-
-
-def _sigmoid(x: Array, _: float) -> tuple[Array]:
-    return (logistic(x, np.exp(-abs(x))),)
-
-
-def _tanh(x: Array, _: float) -> tuple[Array]:
-    return (np.tanh(x),)
-
-
-def _relu_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
-    return (masked(y > 0, grad),)
-
-
-def _sigmoid_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
-    return ((1 - y) * y * grad,)
-
-
-def _tanh_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
-    return (grad * (1 - y * y),)
-
-
-def _gelu(x: Array, keep: bool) -> tuple[Array, ...]:
-    """Return x Phi(x), and Phi(x) + x density(x) if that is to be kept.
-
-    Phi is the normal distribution's cumulative function. With s = |x| and the tail q = 1 - Phi(s),
-    x Phi(x) = max(x, 0) - s q, which preserves the digits of small tails. The derivative is 1/2 +
-    sign(x) (1/2 - q + s density(s)).
-    """
-    # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
-    size = np.minimum(abs(x), 100)
-    power = size * size
-    power *= -0.5
-    power = np.exp(power)
-    u = 10 / (size + 5)
-    u -= 1.25
-    terms = TAIL_DOUBLE if x.dtype.itemsize > 4 else TAIL_SINGLE
-    tail = u * terms[-1]
-    for term in terms[-2:0:-1]:
-        tail += term
-        tail *= u
-    tail += terms[0]
-    tail *= power
-    y = np.maximum(x, 0)
-    y -= size * tail
-    if not keep:
-        return (y,)
-    power *= size
-    power *= 1 / sqrt(2 * pi)
-    power -= tail
-    power += 0.5
-    return y, np.copysign(power, x) + 0.5
-
-
-def _rise(x: Array) -> Array:
-    """(1 + tanh(x)) / 2, which a loop computes by an exponential in fewer steps."""
-    if isinstance(x, Symbol):
-        return 1 / (np.exp(-2 * x) + 1)
-    y = np.tanh(x)
-    y *= 0.5
-    y += 0.5
-    return y
-
-
-def _gelu_tanh(x: Array, keep: bool) -> tuple[Array, ...]:
-    """Return GPT-2's approximation of GELU, and its derivative if that is to be kept.
-
-        y = x s     s = (1 + tanh(x p)) / 2     p = c (1 + 0.044715 x^2)     c = sqrt(2 / pi)
-        dy/dx = s + y (1 - s) (6 p - 4 c)
-
-    If x^2 is too large for the dtype (in float32 from |x| = 1.9e19 on), dy/dx is NaN. A pass that
-    bounds x^2 would cost a tenth of the time.
-    """
-    c = sqrt(2 / pi)
-    p = x * x
-    p *= 0.044715 * c
-    p += c
-    s = _rise(p * x)
-    y = x * s
-    if not keep:
-        return (y,)
-    p *= 6
-    p -= 4 * c
-    # y comes last: p y may overflow, and infinity * (1 - s) is NaN if 1 - s is 0
-    p *= 1 - s
-    p *= y
-    p += s
-    return y, p
-
-
-def _silu(x: Array, keep: bool) -> tuple[Array, ...]:
-    """Return y = x s, s = 1 / (1 + e^-x), and s + y (1 - s) if that is to be kept."""
-    # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
-    x = np.maximum(x, -708 if x.dtype.itemsize > 4 else -88)
-    s = 1 / (np.exp(-x) + 1)
-    y = x * s
-    return (y, (1 - s) * y + s) if keep else (y,)
-
-
-class Activation(Enum):
-    """The activations, by their row formulas.
-
-    One that is computed from its result: (x, slope) -> the result, and (gradient, result, slope)
-    -> the gradient of x; of a leaky ReLU x is saved in the result's place. One whose derivative is
-    computed with it: (x, keep) -> the result, and the derivative if that is to be kept.
-    """
-
-    RELU = _relu, _relu_grad
-    LEAKY_RELU = _leaky, _leaky_grad
-    SIGMOID = _sigmoid, _sigmoid_grad
-    TANH = _tanh, _tanh_grad
-    SILU = (_silu,)
-    GELU = (_gelu,)
-    GELU_TANH = (_gelu_tanh,)

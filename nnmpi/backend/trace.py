@@ -18,7 +18,7 @@ written, in each call.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,19 @@ def is_printable(formula: Any) -> bool:
         return False
     module = formula.__globals__.get("__name__")
     return isinstance(module, str) and module.partition(".")[0] == "nnmpi"
+
+
+FormulaFunction = TypeVar("FormulaFunction", bound=Callable[..., Any])
+
+
+def rounds_alike(formula: FormulaFunction) -> FormulaFunction:
+    """Note of a formula that NumPy and compiled loops compute it with the same bits.
+
+    So few elements may be left to NumPy. It holds of what compares, chooses, and rounds each
+    element in one operation or in the same ones; not of exponentials.
+    """
+    formula.rounds_alike = True  # type: ignore[attr-defined]
+    return formula
 
 
 class Trace:

@@ -56,6 +56,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, repeatable
 from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import NotExported, Traits
 
 LastLayers = Callable[[Tensor], Tensor]
 BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # actions without computation
@@ -165,6 +166,10 @@ class PlannedLayer(Function):
     """A layer on the tape: its forward and backward do the plan's actions up to its own."""
 
     __slots__ = ("cuts", "layer", "run")
+
+    traits = Traits(
+        onnx=NotExported("export the model itself"), tested_in="tests/memory/test_recompute.py"
+    )
 
     is_call = True
 

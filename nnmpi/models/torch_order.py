@@ -17,26 +17,15 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
-from nnmpi.ops.attention import Attention, PackedAttention
 from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
-from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
-from nnmpi.ops.norm import BatchNormFunction, GroupNormFunction, LayerNormFunction
-from nnmpi.ops.pool import Pool2dFunction
+from nnmpi.ops.norm import GroupNormFunction, LayerNormFunction
 from nnmpi.ops.recurrent import RecurrentFunction
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.reduce import MatMul
 from nnmpi.tensor.shape import Reshape, Transpose
 from nnmpi.tensor.tensor import Tensor
-
-# Operations by where PyTorch has the channels of their results; the others pass them on.
-CHANNEL_NORMS = BatchNormFunction, GroupNormFunction
-CHANNELS_FIRST = Conv2dFunction, ConvTranspose2dFunction, Pool2dFunction, *CHANNEL_NORMS
-CHANNELS_LAST = (
-    *(LinearFunction, MatMul, RecurrentFunction),
-    *(Attention, PackedAttention, EmbeddingFunction),
-)
+from nnmpi.tensor.traits import Channels
 
 
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
@@ -164,6 +153,12 @@ def _operation(node: Any) -> str:
     return type(node).__name__.removesuffix("Function")
 
 
+def _channels_of(node: Any) -> Channels:
+    """Return where PyTorch has the channels of a result; a user's operation passes them on."""
+    traits = getattr(node, "traits", None)
+    return Channels.KEPT if traits is None else traits.channels
+
+
 def _edges(node: Any) -> tuple[Any, ...]:
     return node.edges or ()
 
@@ -211,7 +206,9 @@ def _weights_of(node: Any) -> Iterator[Any]:
     while pending:
         item = pending.pop()
         yield item
-        if isinstance(item, Function) and not isinstance(item, (Transpose, *CHANNELS_LAST)):
+        if isinstance(item, Function) and not (
+            isinstance(item, Transpose) or _channels_of(item) is Channels.LAST
+        ):
             pending += _edges(item)
 
 
@@ -252,7 +249,7 @@ def _keeps_order(node: Any, edges: tuple[Any, ...]) -> bool:
 
 def _makes_image(node: Any) -> bool:
     """Return whether an operation reads computed rows as images or sequences of channels."""
-    is_norm = isinstance(node, CHANNEL_NORMS) and len(node.shape) == 3
+    is_norm = _channels_of(node) is Channels.NORMALIZED and len(node.shape) == 3
     if not is_norm and not (isinstance(node, Reshape) and len(node.shape) >= 4):
         return False
     while isinstance(node, Elementwise | Reshape | GroupNormFunction):
@@ -301,10 +298,11 @@ def _channels(node: Any) -> set[str]:
             continue
         seen.add(node)
         behind, before = _edges(node), _reshaped(node)
-        if isinstance(node, CHANNELS_FIRST):
+        channels = _channels_of(node)
+        if channels in (Channels.FIRST, Channels.NORMALIZED):
             result.add("first")
-            behind = behind if isinstance(node, CHANNEL_NORMS) else ()
-        elif isinstance(node, CHANNELS_LAST):
+            behind = behind if channels is Channels.NORMALIZED else ()
+        elif channels is Channels.LAST:
             result.add("last")
             behind = behind if is_image else ()
         elif len(before) == 2:

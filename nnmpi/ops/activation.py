@@ -1,38 +1,49 @@
-"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, ELU, softplus, softmax.
+"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, ELU, SELU, softplus, softmax.
 
-The arithmetic of most, with the derivatives, is in `backend.plain`. GELU is x times the normal
-distribution's cumulative function (Hendrycks and Gimpel, 2016). There are two forms: the exact one
-with the error function, and GPT-2's approximation with the hyperbolic tangent. Softmax and its
-logarithm are shifted by each row's largest element, so that nothing overflows.
+The arithmetic of all that compute each element by itself is in `backend.activations`. GELU is x
+times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016). There are two
+forms: the exact one with the error function, and GPT-2's approximation with the hyperbolic tangent.
+Softmax and its logarithm are shifted by each row's largest element, so that nothing overflows.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
+from nnmpi.backend.activations import (
+    ELU,
+    GELU,
+    GELU_TANH,
+    LEAKY_RELU,
+    RELU,
+    SELU,
+    SIGMOID,
+    SILU,
+    SOFTPLUS,
+)
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import Activation, largest, logistic
+from nnmpi.backend.plain import largest
 from nnmpi.backend.sums import row_totals
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import answered
 from nnmpi.tensor.elementwise import activated
-from nnmpi.tensor.function import Elementwise, Function, Grads
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import checked_axes, operands, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import Sample, Traits
 
 __all__ = [
-    *("elu", "gelu", "leaky_relu", "log_softmax", "relu", "sigmoid", "silu", "softmax"),
-    *("softplus", "tanh"),
+    *("elu", "gelu", "leaky_relu", "log_softmax", "relu", "selu", "sigmoid", "silu"),
+    *("softmax", "softplus", "tanh"),
 ]
 
 
 @answered
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return activated(Activation.RELU, x)
+    return activated(RELU, x)
 
 
 @answered
@@ -40,12 +51,12 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
     require_floating("leaky_relu", x)
     slope = float(operands("leaky_relu", x, negative_slope)[1])
-    return activated(Activation.LEAKY_RELU, x, slope)
+    return activated(LEAKY_RELU, x, slope)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
-    y = activated(Activation.SIGMOID, x)
+    y = activated(SIGMOID, x)
     y.made_by = "sigmoid"
     return y
 
@@ -53,7 +64,7 @@ def sigmoid(x: Tensor) -> Tensor:
 @answered
 def silu(x: Tensor) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
-    return activated(Activation.SILU, x)
+    return activated(SILU, x)
 
 
 tanh = Tensor.tanh
@@ -70,53 +81,19 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """
     if approximate not in ("none", "tanh"):
         raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
-    return activated(Activation.GELU_TANH if approximate == "tanh" else Activation.GELU, x)
-
-
-class Soft(Elementwise):
-    """A function, elementwise, whose derivative is computed with the value, block by block.
-
-    Args:
-        evaluate: (x, *numbers) -> the values and the derivatives, a row formula (see
-            `PlainKernels.rows`).
-        numbers: floats.
-    """
-
-    __slots__ = ("evaluate", "numbers")
-
-    computes = "float32"
-
-    def __init__(self, evaluate: Callable[..., tuple[Array, ...]], *numbers: float) -> None:
-        self.evaluate, self.numbers = evaluate, numbers
-
-    def forward(self, x: Array) -> Array:
-        y, *self.saved = kernels_of(x).rows(self.evaluate, x, *self.numbers)
-        return y
-
-    def backward(self, grad: Array) -> Grads:
-        return (grad * self.saved[0],)
-
-
-def elu_rows(x: Array, alpha: float) -> tuple[Array, ...]:
-    """ELU and its derivative."""
-    below = np.minimum(x, 0)
-    # not by `where`, which mispredicts branches of random signs: it took a third of the time
-    rest = (x > 0) * (x.dtype.type(1) * (1 - alpha))
-    return np.maximum(x, 0) + alpha * np.expm1(below), alpha * np.exp(below) + rest
-
-
-def softplus_rows(x: Array, beta: float, threshold: float) -> tuple[Array, ...]:
-    """Softplus and its derivative."""
-    scaled = x * beta
-    small, linear = np.exp(-abs(scaled)), scaled > threshold
-    y = (np.maximum(scaled, 0) + np.log1p(small)) / beta
-    return np.where(linear, x, y), np.where(linear, 1, logistic(scaled, small))
+    return activated(GELU_TANH if approximate == "tanh" else GELU, x)
 
 
 @answered
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """Return x where positive, alpha (e^x - 1) elsewhere (Clevert et al., 2016), elementwise."""
-    return _soft("elu", x, elu_rows, number("elu's alpha", alpha))
+    return activated(ELU, x, float(number("elu's alpha", alpha)))
+
+
+@answered
+def selu(x: Tensor) -> Tensor:
+    """Return SELU, 1.0507 elu(x, 1.67326), elementwise (Klambauer et al., 2017)."""
+    return activated(SELU, x)
 
 
 @answered
@@ -128,11 +105,7 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """
     if not number("softplus's beta", beta):
         raise UsageError(f"softplus's beta is {beta}; give a number above 0")
-    return _soft("softplus", x, softplus_rows, beta, number("threshold", threshold))
-
-
-def _soft(name: str, x: Tensor, *formula: Any) -> Tensor:
-    return Soft(formula[0], *map(float, formula[1:]))(require_floating(name, x))
+    return activated(SOFTPLUS, x, float(beta), float(number("threshold", threshold)))
 
 
 def softmax_rows(x: Array) -> tuple[Array]:
@@ -159,6 +132,14 @@ class SoftmaxFunction(Function):
     """
 
     __slots__ = ("axis",)
+
+    traits = Traits(
+        onnx=lambda f, y, x: x.add("Softmax", axis=f.axis),
+        samples=(
+            Sample("softmax", lambda x: softmax(x), ((3, 4),)),
+            Sample("softmax middle axis", lambda x: softmax(x, 1), ((2, 3, 2),)),
+        ),
+    )
 
     computes = "kernels"
     formulas: ClassVar[Any] = softmax_rows, _softmax_grad
@@ -194,6 +175,14 @@ class LogSoftmaxFunction(SoftmaxFunction):
     """x - log(sum(e^x)) along an axis."""
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=lambda f, y, x: x.add("LogSoftmax", axis=f.axis),
+        samples=(
+            Sample("log_softmax", lambda x: log_softmax(x), ((3, 4),)),
+            Sample("log_softmax middle axis", lambda x: log_softmax(x, 1), ((2, 3, 2),)),
+        ),
+    )
 
     computes = "float32"
     formulas = _log_softmax, _log_softmax_grad

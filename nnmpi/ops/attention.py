@@ -30,6 +30,7 @@ from nnmpi.tensor.function import Function, Grads, converted
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import WRITTEN, Channels, NotExported, Sample, Traits
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -55,6 +56,18 @@ class Attention(Function):
     """
 
     __slots__ = ("causal", "kernels")
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "scaled_dot_product_attention",
+                lambda q, k, v: scaled_dot_product_attention(q, k, v),
+                ((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 2)),
+            ),
+        ),
+    )
 
     computes = "kernels"
 
@@ -164,6 +177,15 @@ class PackedAttention(Function):
     """
 
     __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample("attention", lambda qkv: attention(qkv, 2, causal=True), ((2, 4, 12),)),
+            Sample("attention to all", lambda qkv: attention(qkv, 1, causal=False), ((2, 4, 6),)),
+        ),
+    )
 
     computes = "kernels"
 
@@ -289,6 +311,18 @@ class DroppedAttention(PackedAttention):
     """Packed attention with dropout."""
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=NotExported(),
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "attention dropped",
+                lambda qkv: attention(qkv, 2, True, None, 0.3, lambda: ((5, 7), 3)),
+                ((2, 4, 12),),
+            ),
+        ),
+    )
 
     is_call = True  # each pass needs a new mask
 

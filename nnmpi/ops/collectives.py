@@ -42,6 +42,7 @@ from nnmpi.comm.group import Group
 from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.placement import LengthsPlacement, Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 from nnmpi.tensor.turns import Turns, in_turn, turns_of
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
@@ -145,6 +146,8 @@ class RankSum(Function):
 
     __slots__ = ("backward_sums", "forward_sums", "group")
 
+    traits = Traits(onnx=OF_RANKS, tested_in="tests/ops/test_collectives.py")
+
     is_call = True
 
     def __init__(self, group: Group, forward_sums: bool, backward_sums: bool) -> None:
@@ -177,6 +180,8 @@ class Redistribute(Function):
     """See `redistribute`."""
 
     __slots__ = ("group", "placement", "way")
+
+    traits = Traits(onnx=OF_RANKS, tested_in="tests/ops/test_collectives.py")
 
     is_call = True
 
@@ -257,6 +262,8 @@ class AllToAll(Function):
     """
 
     __slots__ = ("axis", "group", "receives", "sends")
+
+    traits = Traits(onnx=OF_RANKS, tested_in="tests/ops/test_collectives.py")
 
     is_call = True
 

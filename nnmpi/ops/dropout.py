@@ -18,6 +18,7 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import NotExported, Sample, Traits
 
 __all__ = ["dropout"]
 
@@ -37,6 +38,11 @@ class DropoutFunction(Function):
     """
 
     __slots__ = ("columns", "mask_key", "rate")
+
+    traits = Traits(
+        onnx=NotExported(),
+        samples=(Sample("dropout", lambda x: dropout(x, 0.3, (1, 2), 3)),),
+    )
 
     computes = "kernels"
     is_call = True  # each pass needs a new mask

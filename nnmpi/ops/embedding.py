@@ -21,6 +21,7 @@ from nnmpi.tensor.operand import refuse_parts, values_of
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import Channels, NotExported, Sample, Traits
 
 __all__ = ["embedding"]
 
@@ -32,6 +33,20 @@ class EmbeddingFunction(Function):
     """
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=lambda f, y, table, indices: table.take(indices, 0),
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "embedding",
+                lambda table, indices: embedding(table, indices),
+                ((4, 3),),
+                (np.array([[2, 0], [2, 3], [1, 1]]),),
+                parameters=1,
+            ),
+        ),
+    )
 
     is_call = captured = True
 
@@ -60,6 +75,10 @@ class TableRows(EmbeddingFunction):
     """table[indices], in the table's dtype."""
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=NotExported(), channels=Channels.LAST, tested_in="tests/nn/test_experts.py"
+    )
 
     def row_dtype(self, table: Array) -> Dtype:
         """Return the table's dtype."""

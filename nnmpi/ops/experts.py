@@ -38,6 +38,7 @@ from nnmpi.ops.linear import WideLinear
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, Shard
 from nnmpi.tensor.tensor import Tensor, concatenate
+from nnmpi.tensor.traits import WRITTEN, Traits
 
 POSITIONS = 1  # the axis
 
@@ -106,6 +107,8 @@ class Experts(Function):
     """
 
     __slots__ = ("exchange", "gate", "positions", "ranks", "weight")
+
+    traits = Traits(onnx=WRITTEN, tested_in="tests/nn/test_experts.py")
 
     computes = "float32"
     is_call = True

@@ -15,6 +15,7 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import given, refuse_parts
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import WRITTEN, Channels, NotExported, Sample, Traits
 
 __all__ = ["linear", "linear_transposed"]
 
@@ -31,6 +32,17 @@ class LinearFunction(Function):
     """
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample("linear", lambda *given: linear(*given), ((3, 4), (4, 2), (2,)), parameters=2),
+            Sample(
+                "linear stack", lambda *given: linear(*given), ((3, 2, 4), (4, 5)), parameters=1
+            ),
+        ),
+    )
 
     computes = "product"
 
@@ -95,6 +107,19 @@ class TransposedLinearFunction(LinearFunction):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "linear_transposed",
+                lambda x, weight: linear_transposed(x, weight),
+                ((3, 2, 4), (5, 4)),
+                parameters=1,
+            ),
+        ),
+    )
+
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         return super().forward(x, weight.T, bias)
 
@@ -108,6 +133,12 @@ class PartialLinear(LinearFunction):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=NotExported(),
+        channels=Channels.LAST,
+        tested_in="tests/parallel/sharded/test_layers.py",
+    )
+
     returns = "float32"
 
 
@@ -115,6 +146,10 @@ class WideLinear(LinearFunction):
     """x W + b of float32, in every precision."""
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=NotExported(), channels=Channels.LAST, tested_in="tests/nn/test_experts.py"
+    )
 
     computes = "float32"
     product_dtype = None

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.backend.activations import logistic
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import logistic
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
@@ -26,6 +26,7 @@ from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, Variable, converted
 from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import NotExported, Sample, Traits
 
 __all__ = [
     "binary_cross_entropy",
@@ -89,6 +90,13 @@ class NLL(OfLabels):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=NotExported(),
+        samples=(
+            Sample("nll", lambda x, labels: nll(x, labels), ((3, 4),), (np.array([0, 3, 1]),)),
+        ),
+    )
+
     computes = returns = "float32"
 
     @property
@@ -141,6 +149,18 @@ class CrossEntropy(OfLabels):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=NotExported(),
+        samples=(
+            Sample(
+                "cross_entropy",
+                lambda x, labels: cross_entropy(x, labels),
+                ((3, 4),),
+                (np.array([0, 3, 1]),),
+            ),
+        ),
+    )
+
     computes = "kernels"
     returns = "float32"
 
@@ -190,6 +210,22 @@ class ElementwiseLoss(Reduced):
     """
 
     __slots__ = ("delta", "formula")
+
+    traits = Traits(
+        onnx=NotExported(),
+        samples=(
+            Sample("mse", lambda x, t: mse(x, t), ((3, 4), (3, 4))),
+            Sample("mae", lambda x, t: mae(x, t), ((3, 4),), (np.full((3, 4), 5.0),)),
+            Sample("huber", lambda x, t: huber(x, t), ((3, 4), (3, 4))),
+            Sample(
+                "binary_cross_entropy", lambda x, t: binary_cross_entropy(x, t), ((3, 4), (3, 4))
+            ),
+            Sample(
+                "binary_nll", lambda x, t: binary_nll(x, t), ((3, 4), (3, 4)), values="probability"
+            ),
+            Sample("kl_div", lambda x, t: kl_div(x, t), ((3, 4), (3, 4)), values="probability"),
+        ),
+    )
 
     computes = returns = "float32"
 

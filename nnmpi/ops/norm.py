@@ -26,6 +26,7 @@ from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import WRITTEN, Channels, NotExported, Sample, Traits
 from nnmpi.tensor.turns import in_turn
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "rms_norm"]
@@ -121,6 +122,19 @@ class BatchNormFunction(Norm):
 
     __slots__ = ("statistics",)
 
+    traits = Traits(
+        onnx=NotExported(),
+        channels=Channels.NORMALIZED,
+        samples=(
+            Sample(
+                "batch_norm",
+                lambda x, scale, shift: batch_norm(x, scale, shift, 0.1)[0],
+                ((4, 3), (3,), (3,)),
+                parameters=2,
+            ),
+        ),
+    )
+
     computes = "parameters"
 
     @property
@@ -196,6 +210,14 @@ class FixedNormFunction(BatchNormFunction, Elementwise):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=lambda f, y, x, *more: (x.add if y.ndim == 2 else x.images)(
+            "BatchNormalization", *more, epsilon=f.settings[0]
+        ),
+        channels=Channels.NORMALIZED,
+        tested_in="tests/ops/rows.py",
+    )
+
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement."""
         refuse_parts(self, *inputs[1:], why="needs a whole scale and shift")
@@ -218,6 +240,21 @@ class LayerNormFunction(Norm):
     """
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(
+            Sample(
+                "layer_norm",
+                lambda x, scale, shift: layer_norm(x, scale, shift, 0.1),
+                ((3, 2, 4), (2, 4), (2, 4)),
+                parameters=2,
+            ),
+            Sample(
+                "rms_norm", lambda x, scale: rms_norm(x, scale, 0.1), ((3, 4), (4,)), parameters=1
+            ),
+        ),
+    )
 
     computes = "kernels"
 
@@ -246,6 +283,19 @@ class GroupNormFunction(Norm):
     """
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.NORMALIZED,
+        samples=(
+            Sample(
+                "group_norm",
+                lambda x, scale, shift: group_norm(x, scale, shift, 2, 0.1),
+                ((2, 3, 2, 4), (4,), (4,)),
+                parameters=2,
+            ),
+        ),
+    )
 
     computes = "parameters"
     broadcasts = True  # of sharded channels, each rank uses its slice of scale and shift

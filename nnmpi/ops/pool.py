@@ -24,6 +24,7 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 
 __all__ = ["avg_pool2d", "max_pool2d"]
 
@@ -101,6 +102,20 @@ class MaxPool2dFunction(Pool2dFunction):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.FIRST,
+        samples=(
+            Sample("max_pool2d", lambda x: max_pool2d(x, 2), ((2, 4, 6, 3),), values="distinct"),
+            Sample(
+                "max_pool2d overlap",
+                lambda x: max_pool2d(x, 3, 2, 1),
+                ((2, 5, 4, 2),),
+                values="distinct",
+            ),
+        ),
+    )
+
     name = "max_pool2d"
 
     def forward(self, x: Array) -> Array:
@@ -119,6 +134,20 @@ class AvgPool2dFunction(Pool2dFunction):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.FIRST,
+        samples=(
+            Sample("avg_pool2d", lambda x: avg_pool2d(x, 2), ((2, 4, 6, 3),), values="distinct"),
+            Sample(
+                "avg_pool2d overlap",
+                lambda x: avg_pool2d(x, 3, 2, 1),
+                ((2, 5, 4, 2),),
+                values="distinct",
+            ),
+        ),
+    )
+
     name = "avg_pool2d"
 
     def forward(self, x: Array) -> Array:
@@ -135,6 +164,19 @@ class Upsample2dFunction(Pool2dFunction):
     """Each pixel as a window of copies."""
 
     __slots__ = ()
+
+    traits = Traits(
+        onnx=lambda f, y, x: x.images(
+            "Resize",
+            None,
+            np.array([1, 1, *f.over.kernel], np.float32),
+            mode="nearest",
+            coordinate_transformation_mode="asymmetric",
+            nearest_mode="floor",
+        ),
+        channels=Channels.FIRST,
+        samples=(Sample("upsample", lambda x: upsample(x, (2, 3)), ((2, 3, 2, 2),)),),
+    )
 
     def forward(self, x: Array) -> Array:
         (n, h, w, c), (rows, columns) = x.shape, self.over.kernel

@@ -52,6 +52,7 @@ from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import given, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 
 __all__ = ["gru", "lstm", "rnn"]
 
@@ -359,6 +360,19 @@ class LSTMFunction(RecurrentFunction):
 
     __slots__ = ("ends", "padded", "reverse")
 
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "lstm",
+                lambda *given: lstm(*given),
+                ((3, 4, 2), (2, 12), (3, 12), (12,)),
+                parameters=3,
+            ),
+        ),
+    )
+
     def __init__(self, reverse: bool, ends: bool, padded: bool) -> None:
         self.reverse, self.ends, self.padded = reverse, ends, padded
 
@@ -502,6 +516,19 @@ class GRUFunction(RecurrentFunction):
 
     __slots__ = ()
 
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "gru",
+                lambda *given: gru(*given),
+                ((3, 4, 2), (2, 9), (3, 9), (9,), (3,)),
+                parameters=4,
+            ),
+        ),
+    )
+
     def forward(
         self,
         x: Array,
@@ -591,6 +618,16 @@ class RNNFunction(RecurrentFunction):
     """
 
     __slots__ = ("rectifies",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "rnn", lambda *given: rnn(*given), ((3, 4, 2), (2, 3), (3, 3), (3,)), parameters=3
+            ),
+        ),
+    )
 
     def __init__(self, rectifies: bool) -> None:
         self.rectifies = rectifies

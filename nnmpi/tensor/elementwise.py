@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nnmpi.backend.activations import ACTIVATIONS, Activation, Saves
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
-from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.function import Elementwise, Grads, Variable
 from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.traits import OTHERWISE, NotExported, Sample, Traits
 
 
 class Rule(NamedTuple):
@@ -25,11 +26,15 @@ class Rule(NamedTuple):
     Attributes:
         saves: the values that the derivatives read: inputs by number, -1 for the result.
         to_first, to_second: (gradient, *saved) -> the gradient of an input.
+        onnx: the operator's name there; "" if it has none.
+        values: where it has derivatives, see `Sample`.
     """
 
     saves: tuple[int, ...]
     to_first: Callable[..., Array]
     to_second: Callable[..., Array] | None = None
+    onnx: str = ""
+    values: str = "any"
 
 
 def _same(grad: Array) -> Array:
@@ -38,25 +43,29 @@ def _same(grad: Array) -> Array:
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "add": Rule((), _same, _same),
-        "subtract": Rule((), _same, lambda grad: -grad),
+        "add": Rule((), _same, _same, onnx="Add"),
+        "subtract": Rule((), _same, lambda grad: -grad, onnx="Sub"),
         "multiply": Rule(
             (0, 1),
             lambda grad, a, b: multiply(grad, b),
             lambda grad, a, b: multiply(grad, a),
+            onnx="Mul",
         ),
         "divide": Rule(
             (1, -1),
             lambda grad, b, y: grad / b,
             lambda grad, b, y: -(grad / b) * y,
+            onnx="Div",
+            values="nonzero",
         ),
-        "negative": Rule((), lambda grad: -grad),
-        "exp": Rule((-1,), lambda grad, y: grad * y),
-        "log": Rule((0,), lambda grad, x: grad / x),
-        "sqrt": Rule((-1,), lambda grad, y: grad / (2 * y)),
-        "absolute": Rule((0,), lambda grad, x: grad * np.sign(x)),  # 0 at 0
-        "sin": Rule((0,), lambda grad, x: grad * np.cos(x)),
-        "cos": Rule((0,), lambda grad, x: -grad * np.sin(x)),
+        "negative": Rule((), lambda grad: -grad, onnx="Neg"),
+        "exp": Rule((-1,), lambda grad, y: grad * y, onnx="Exp"),
+        "log": Rule((0,), lambda grad, x: grad / x, onnx="Log", values="positive"),
+        "sqrt": Rule((-1,), lambda grad, y: grad / (2 * y), onnx="Sqrt", values="positive"),
+        # its derivative at 0 is 0
+        "absolute": Rule((0,), lambda grad, x: grad * np.sign(x), onnx="Abs", values="nonzero"),
+        "sin": Rule((0,), lambda grad, x: grad * np.cos(x), onnx="Sin"),
+        "cos": Rule((0,), lambda grad, x: -grad * np.sin(x), onnx="Cos"),
     }
 )
 
@@ -71,6 +80,20 @@ class Pointwise(Elementwise):
     __slots__ = ("name", "rule")
 
     computes = "float32"
+    traits = Traits(
+        onnx=lambda f, y, x, *others: (
+            x.each(f.rule.onnx, *others) if f.rule.onnx else NotExported(OTHERWISE, f.name)
+        ),
+        samples=tuple(
+            Sample(
+                name,
+                lambda *inputs, name=name: Pointwise(name)(*inputs),
+                None if rule.to_second is None else ((3, 4), (3, 4)),
+                values=rule.values,
+            )
+            for name, rule in RULES.items()
+        ),
+    )
 
     def __init__(self, name: str) -> None:
         self.name, self.rule = name, RULES[name]
@@ -90,15 +113,17 @@ class Pointwise(Elementwise):
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (_, to_first, to_second), needs, saved = self.rule, self.needs, self.saved
-        first = to_first(grad, *saved) if needs[0] else None
-        if to_second is None:
+        rule, needs, saved = self.rule, self.needs, self.saved
+        first = rule.to_first(grad, *saved) if needs[0] else None
+        if rule.to_second is None:
             return (first,)
-        return first, to_second(grad, *saved) if needs[1] else None
+        return first, rule.to_second(grad, *saved) if needs[1] else None
 
 
 class AddLow(Elementwise):
     """a + b of float32 and half precision, of one shape, read as they are by a device's kernel."""
+
+    traits = Traits(onnx=NotExported(), tested_in="tests/gpu/table.py")
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
@@ -121,53 +146,73 @@ def add_low(a: Any, b: Any) -> Any:
     return AddLow()(a, b) if mixes(a._data.dtype, b._data.dtype) else None
 
 
+def _activated_onnx(f: Any, y: Array, x: Any) -> Any:
+    value = f.form.nodes(x, *f.settings)
+    return NotExported(OTHERWISE, f"the activation {f.form.name}") if value is None else value
+
+
 class ActivationFunction(Elementwise):
     """An activation.
 
     Args:
         form: which one.
-        slope: of a leaky ReLU below 0.
+        settings: the further arguments of its formulas.
     """
 
-    __slots__ = ("form", "slope")
+    __slots__ = ("form", "settings")
 
     computes = "kernels"
+    traits = Traits(
+        onnx=_activated_onnx,
+        samples=tuple(
+            Sample(
+                form.name,
+                lambda x, form=form: activated(form, x, *form.settings),
+                values=form.values,
+            )
+            for form in ACTIVATIONS
+        ),
+    )
 
-    def __init__(self, form: Activation, slope: float) -> None:
-        self.form, self.slope = form, slope
+    def __init__(self, form: Activation, *settings: float) -> None:
+        self.form, self.settings = form, settings
 
     def forward(self, x: Array) -> Array:
-        kernels, (formula, *derivative) = kernels_of(x), self.form.value
-        if derivative:
-            (y,) = kernels.rows(formula, x, self.slope, blocks=False)
-            self.saved = (x if self.form is Activation.LEAKY_RELU else y, kernels)
+        form, kernels = self.form, kernels_of(x)
+        if form.saves is not Saves.DERIVATIVE:
+            (y,) = kernels.rows(form.forward, x, *self.settings, blocks=False)
+            self.saved = (x if form.saves is Saves.INPUT else y, kernels)
             return y
         dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
         rows = np.reshape(x, (x.size // max(width, 1), width))
         if is_low(dtype):  # of a device without its kernels
             rows = kernels.cast(rows, FLOAT32)
-        results = kernels.rows(formula, rows, self.needs[0])
+        results = kernels.rows(form.forward, rows, self.needs[0], *self.settings)
         y, saved = (kernels.cast(results[i], dtype) for i in (0, -1))
         self.saved = (saved, kernels)
         return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
-        (saved, kernels), (_, *derivative) = self.saved, self.form.value
-        if not derivative:
+        (saved, kernels), form = self.saved, self.form
+        if form.backward is None:
             return (kernels.multiply(grad, saved.reshape(grad.shape)),)
-        (to_x,) = kernels.rows(derivative[0], grad, saved, self.slope, blocks=False)
+        (to_x,) = kernels.rows(form.backward, grad, saved, *self.settings, blocks=False)
         return (to_x,)
 
 
-def activated(form: Activation, x: Any, slope: float = 0.0) -> Any:
+def activated(form: Activation, x: Any, *settings: float) -> Any:
     """Apply an activation."""
-    return ActivationFunction(form, slope)(require_floating(form.name.lower(), x))
+    return ActivationFunction(form, *settings)(require_floating(form.name, x))
 
 
 class Power(Elementwise):
     """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
 
     computes = "float32"
+    traits = Traits(
+        onnx="Pow",
+        samples=(Sample("power", lambda a, b: Power()(a, b), ((3, 4), (3, 4)), values="positive"),),
+    )
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b
@@ -202,6 +247,23 @@ class Extremum(Elementwise):
     __slots__ = ("largest",)
 
     computes = "float32"
+    traits = Traits(
+        onnx=lambda f, y, x, other: x.each("Max" if f.largest else "Min", other),
+        samples=(
+            Sample(
+                "maximum",
+                lambda a, b: Extremum(True)(a, b * 1.01),
+                ((3, 4), (3, 4)),
+                values="distinct",
+            ),
+            Sample(
+                "minimum",
+                lambda a, b: Extremum(False)(a, b * 1.01),
+                ((3, 4), (3, 4)),
+                values="distinct",
+            ),
+        ),
+    )
 
     def __init__(self, largest: bool) -> None:
         self.largest = largest
@@ -221,6 +283,17 @@ class Where(Elementwise):
     """a where the condition holds, b elsewhere."""
 
     computes = "float32"
+    traits = Traits(
+        onnx=lambda f, y, condition, a, b: condition.each("Where", a, b),
+        samples=(
+            Sample(
+                "where",
+                lambda a, b, condition: Where()(condition, a, b),
+                ((2, 3), (2, 3)),
+                (np.array([[True, False, True], [False, True, True]]),),
+            ),
+        ),
+    )
 
     def forward(self, condition: Array, a: Any, b: Any) -> Array:
         self.saved = (condition,)
@@ -237,6 +310,14 @@ class Clip(Elementwise):
     __slots__ = ("high", "low")
 
     computes = "float32"
+    traits = Traits(
+        onnx=lambda f, y, x: x.add("Clip", f.low, f.high),
+        samples=(
+            Sample("clip", lambda x: Clip(-0.2, 0.2)(x), values="nonzero"),
+            Sample("clip low", lambda x: Clip(0.1, None)(x), values="nonzero"),
+            Sample("clip high", lambda x: Clip(None, 0.0)(x), values="nonzero"),
+        ),
+    )
 
     def __init__(self, low: float | None, high: float | None) -> None:
         self.low, self.high = low, high

@@ -49,6 +49,7 @@ from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import DtypeError, GraphError
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
+from nnmpi.tensor.traits import NotExported, Sample, Traits
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
@@ -310,6 +311,7 @@ class Function:
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
+        traits: what others must know of the operation; None for what only others are built on.
         version, version_read: the version counter of a parameter among the inputs, and its value at
             the forward pass.
     """
@@ -340,6 +342,7 @@ class Function:
     product_dtype: Dtype | None
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
+    traits: ClassVar[Traits | None] = None
 
     xp: Any
     dtype: Dtype
@@ -675,6 +678,11 @@ class AsType(Elementwise):
 
     __slots__ = ("target",)
 
+    traits = Traits(
+        onnx=lambda f, y, x: x.each("Cast", to=y.dtype),
+        samples=(Sample("astype", lambda x: AsType(np.dtype("float64"))(x).astype(x.dtype)),),
+    )
+
     def __init__(self, target: Dtype) -> None:
         self.target = target
 
@@ -708,6 +716,8 @@ class CommonRoot(Function):
     """A common root for a backward pass from several tensors with given gradients."""
 
     __slots__ = ("grads",)
+
+    traits = Traits(onnx=NotExported(), tested_in="tests/tensor/test_tape.py")
 
     def __init__(self, grads: Sequence[Array | None]) -> None:
         self.grads = tuple(grads)

@@ -20,6 +20,7 @@ from nnmpi.tensor.placement import (
     placement_if_uncut,
     with_axis,
 )
+from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 
 Axes: TypeAlias = tuple[int, ...]
 
@@ -62,6 +63,14 @@ class Sum(_Reduction):
 
     __slots__ = ("averages",)
 
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(
+            Sample("sum", lambda x: Sum((1,), False)(x), ((3, 4, 2),)),
+            Sample("mean", lambda x: Sum((1, 2), True, True)(x), ((3, 4, 2),)),
+        ),
+    )
+
     def __init__(self, axes: Axes, keepdims: bool, averages: bool = False) -> None:
         super().__init__(axes, keepdims)
         self.averages = averages  # type: ignore[misc]
@@ -95,6 +104,14 @@ class Variance(_Reduction):
 
     __slots__ = ("correction",)
 
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(
+            Sample("var", lambda x: Variance((1,), False, 0)(x), ((3, 4),)),
+            Sample("var unbiased", lambda x: Variance((1, 2), True, 1)(x), ((3, 2, 2),)),
+        ),
+    )
+
     def __init__(self, axes: Axes, keepdims: bool, correction: int) -> None:
         super().__init__(axes, keepdims)
         self.correction = correction
@@ -122,6 +139,14 @@ class Largest(_Reduction):
     """Maximum over `axes`, or minimum without `largest`; ties share the gradient evenly."""
 
     __slots__ = ("largest",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(
+            Sample("max", lambda x: Largest((1,), False, True)(x), ((3, 4),), values="distinct"),
+            Sample("min", lambda x: Largest((1,), True, False)(x), ((3, 4),), values="distinct"),
+        ),
+    )
 
     returns = ""
 
@@ -151,6 +176,15 @@ class Largest(_Reduction):
 
 class MatMul(Function):
     """a @ b for operands of one, two or more dimensions."""
+
+    traits = Traits(
+        onnx=lambda f, y, a, b: a @ b,
+        channels=Channels.LAST,
+        samples=(
+            Sample("matmul", lambda a, b: a @ b, ((3, 4), (4, 2)), parameters=1),
+            Sample("matmul stacks", lambda a, b: a @ b, ((3, 2, 4), (3, 4, 2))),
+        ),
+    )
 
     computes = "float32"
 

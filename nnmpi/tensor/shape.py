@@ -11,12 +11,18 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.sums import add_rows
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, placement_if_uncut, same_placement, with_axis
+from nnmpi.tensor.traits import WRITTEN, Sample, Traits
 
 
 class Reshape(Function):
     """x with its elements, in order, in another shape."""
 
     __slots__ = ("new",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(Sample("reshape", lambda x: Reshape((len(x), 6))(x), ((3, 2, 3),)),),
+    )
 
     views = True
 
@@ -50,6 +56,11 @@ class Transpose(Function):
 
     __slots__ = ("axes",)
 
+    traits = Traits(
+        onnx=lambda f, y, x: x.transpose(*f.axes),
+        samples=(Sample("transpose", lambda x: Transpose((0, 2, 1))(x), ((2, 3, 4),)),),
+    )
+
     views = True
 
     def __init__(self, axes: tuple[int, ...]) -> None:
@@ -73,6 +84,11 @@ class Concatenate(Function):
 
     __slots__ = ("axis",)
 
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(Sample("concatenate", lambda a, b: Concatenate(1)(a, b), ((3, 2), (3, 4))),),
+    )
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
@@ -94,6 +110,11 @@ class Pad(Function):
     """x with a border of a constant."""
 
     __slots__ = ("value", "widths")
+
+    traits = Traits(
+        onnx=lambda f, y, x: x.add("Pad", [*sum(zip(*f.widths, strict=True), ())], f.value),
+        samples=(Sample("pad", lambda x: Pad(((0, 0), (1, 2)), 0.5)(x), ((3, 2),)),),
+    )
 
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
@@ -131,6 +152,11 @@ class GetItem(Function):
     """
 
     __slots__ = ("key",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(Sample("getitem", lambda x: x[:, np.array([2, 0, 2])], ((2, 3),)),),
+    )
 
     computes = "float32"
     is_call = views = True
@@ -182,6 +208,11 @@ class View(Function):
     """
 
     __slots__ = ("key",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(Sample("getitem view", lambda x: x[:, 1:, None, ::-2], ((2, 3, 4),)),),
+    )
 
     views = True
 

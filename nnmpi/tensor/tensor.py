@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 import nnmpi.tensor.reduce as reduce
+from nnmpi.backend.activations import TANH
 from nnmpi.backend.array import (
     Array,
     Dtype,
@@ -37,7 +38,6 @@ from nnmpi.backend.array import (
     plain,
 )
 from nnmpi.backend.kernels import to_float32
-from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low
 from nnmpi.backend.program.record import RecordedArray, bare
 from nnmpi.backend.recording import active, refuse, to_library
@@ -555,7 +555,7 @@ class Tensor(Drawn, Variable):
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return activated(Activation.TANH, self)
+        return activated(TANH, self)
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements clipped to two bounds; None stands for no bound.

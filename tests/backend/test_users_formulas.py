@@ -13,9 +13,10 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, nn, optim
 from nnmpi.backend import plain
+from nnmpi.backend.activations import Activation, Saves
 from nnmpi.backend.kernels import PLAIN, kernels_of
 from nnmpi.backend.trace import is_printable
-from nnmpi.ops.activation import Soft
+from nnmpi.tensor.elementwise import activated
 from nnmpi.tensor.function import Elementwise
 from tests.device.here import here, on_device
 from tests.harness.slow import KERNELS
@@ -232,21 +233,22 @@ def test_a_vector_is_one_row(dtype):
 
 
 @jits
-def test_soft_functions(jit):
-    """The class behind ELU and softplus, with a formula of one's own."""
+def test_an_activation(jit):
+    """An activation of one's own, whose derivative is computed with the value."""
     factor = 1.0
 
-    def formula(x, scale):
+    def formula(x, keep, scale):
         return x * x * scale * factor, 2 * x * scale * factor
 
+    own = Activation("own", formula, Saves.DERIVATIVE, None, "")
     x = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
     with compiled(jit):
         for factor in NUMBERS:  # noqa: B007
             leaf = Tensor(x, requires_grad=True)
-            y = Soft(formula, 0.5)(leaf)
+            y = activated(own, leaf, 0.5)
             y.sum().backward()
-            same(y.numpy(), formula(x, 0.5)[0])
-            same(Tensor(leaf.grad).numpy(), formula(x, 0.5)[1])
+            same(y.numpy(), formula(x, True, 0.5)[0])
+            same(Tensor(leaf.grad).numpy(), formula(x, True, 0.5)[1])
 
 
 class Config:

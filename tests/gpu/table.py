@@ -1,5 +1,6 @@
 """One row for each way to call an operation, at sizes that fill no block of threads exactly: what
-parity is checked on.
+parity is checked on. The first ones are the samples of the operations' traits, the others what
+kernels distinguish.
 
 Values keep away from kinks and ties, and those that must differ are small whole numbers, which
 every precision has: so host and device choose the same branch, and what is left is rounding.
@@ -8,11 +9,13 @@ every precision has: so host and device choose the same branch, and what is left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from nnmpi import Tensor, nn, ops, tensor
+from tests.tensor.samples import SAMPLES, public_name
 
 ROWS, COLUMNS = 37, 130
 DRAW = np.random.default_rng(7)
@@ -170,14 +173,38 @@ def losses():
     return result
 
 
+def distinct(*sizes):
+    """Return numbers that differ from one another, which every precision has."""
+    size = prod(sizes)
+    return (DRAW.permutation(size).reshape(sizes) - size // 2 + 0.5) / 8
+
+
+VALUES = {
+    "any": anywhere,
+    "positive": positive,
+    "nonzero": nonzero,
+    "distinct": distinct,
+    "probability": lambda *sizes: DRAW.uniform(0.1, 0.9, sizes),
+}
+
+
+def of_traits(sample):
+    """Return the row of an operation's own sample."""
+    values = VALUES[sample.values]
+    shapes = ((ROWS, COLUMNS),) if sample.shapes is None else sample.shapes
+    return Sample(
+        public_name(sample),
+        sample.name,
+        sample.call,
+        [values(*size) for size in shapes],
+        sample.arrays,
+        sample.parameters,
+        sum(x.dtype.kind == "f" for x in sample.arrays),
+    )
+
+
 TABLE = [
-    unary("ops.relu", ops.relu, nonzero),
-    unary("ops.leaky_relu", lambda x: ops.leaky_relu(x, 0.2), nonzero),
-    unary("ops.sigmoid", ops.sigmoid),
-    unary("ops.tanh", ops.tanh),
-    unary("ops.silu", ops.silu),
-    unary("ops.gelu", ops.gelu),
-    unary("ops.gelu", lambda x: ops.gelu(x, "tanh"), name="tanh"),
+    *(of_traits(sample) for _, sample in SAMPLES),
     unary("ops.softmax", ops.softmax),
     unary("ops.softmax", lambda x: ops.softmax(x, 0), name="first axis"),
     # kernels give a row to a warp, a block, or several turns of a block; and columns to one or to

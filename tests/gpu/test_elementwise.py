@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, ops
+from nnmpi.backend.activations import ACTIVATIONS
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.optim import global_norm
+from nnmpi.tensor.elementwise import activated
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, TOLERANCES, differences
 
-ACTIVATIONS = {
-    "relu": ops.relu,
-    "leaky_relu": partial(ops.leaky_relu, negative_slope=-0.25),
-    "sigmoid": ops.sigmoid,
-    "tanh": ops.tanh,
-    "silu": ops.silu,
-    "gelu": ops.gelu,
-    "gelu_tanh": partial(ops.gelu, approximate="tanh"),
-}
 LOSSES = (ops.mse, ops.mae, partial(ops.huber, delta=0.5), ops.binary_cross_entropy)
 DTYPES = {mode: np.dtype(mode) for mode in (FLOAT64, FLOAT32)} | {BF16: low_dtype(BF16)}
 
@@ -35,7 +28,11 @@ def both_ways(backend, function, *given):
     return {str(i): backend.to_host(item).astype(FLOAT64) for i, item in enumerate(arrays)}
 
 
-EACH_FUNCTION = pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+EACH_FUNCTION = pytest.mark.parametrize(
+    "function",
+    [lambda x, form=form: activated(form, x, *form.settings) for form in ACTIVATIONS],
+    ids=[form.name for form in ACTIVATIONS],
+)
 
 
 @EACH_FUNCTION

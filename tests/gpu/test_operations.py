@@ -29,7 +29,6 @@ from tests.gpu.play import (
 )
 from tests.gpu.table import TABLE, Sample
 from tests.ops.replays import check_replays
-from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 
 
@@ -202,13 +201,3 @@ def test_a_time_step_is_a_product_and_a_kernel(device, function, gates, biases):
     counts(3)
     short, long = counts(3), counts(13)
     assert [b - a for a, b in zip(short, long, strict=True)] == [2 * 10, 2 * 10]
-
-
-def test_every_operation_with_a_kernel_is_in_the_table():
-    """And in the host's is every operation there is, see `tests.tensor.test_operations`."""
-    result = {sample.public for sample in TABLE} | {
-        f"ops.{item}" for item in ("conv2d", "conv_relu_pool")
-    }
-    plain = "binary_nll", "conv3d", "kl_div", "nll", "rnn", "elu", "softplus"  # without kernels
-    result |= {f"ops.{item}" for item in plain}
-    assert {row.public for row in OPS} <= result

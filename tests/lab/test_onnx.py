@@ -10,19 +10,21 @@ import nnmpi
 from benchmarks.training import models as written
 from benchmarks.training.zoo import MODELS, TEXT
 from nnmpi import Tensor, models, nn, ops
+from nnmpi.backend.activations import Activation, Saves
 from nnmpi.base.errors import NnmpiError
 from nnmpi.commands.export import main as export
-from nnmpi.lab.onnx import operators
 from nnmpi.lab.onnx.graph import GraphValue, OnnxGraph
-from nnmpi.lab.onnx.operators import ROWS
+from nnmpi.lab.onnx.operators import WRITERS, converted
 from nnmpi.lab.onnx.trace import trace
-from nnmpi.ops.activation import Soft
 from nnmpi.ops.attention import KeyValues
 from nnmpi.ops.experts import Experts, Gate
 from nnmpi.tensor import concatenate, maximum, where
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.elementwise import RULES, activated
+from nnmpi.tensor.function import AsType, Function
+from nnmpi.tensor.traits import WRITTEN, NotExported
 from nnmpi.train.cli import main as train
 from tests.harness.refusals import refuses
+from tests.tensor.samples import EACH, OPERATIONS, SAMPLES, VALUES
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -205,10 +207,57 @@ def test_a_model(name, channels, tmp_path):
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
-def test_every_row_is_tried():
-    """By the test above."""
-    traced = (trace(model, batch(1))[0] for model, batch in map(case, CASES))
-    assert ROWS.keys() <= {type(item.function) for applied in traced for item in applied}
+def sampled(kind, sample):
+    """Return a model that calls an operation as its sample does, and its inputs for some rows."""
+    values, sizes = VALUES[sample.values], sample.shapes or ((3, 4),)
+    drawn = [values(RANDOM, size).astype("f4") for size in sizes]
+    count = len(drawn) - sample.parameters
+
+    def compute(m, *given):
+        return sample.call(*given[:count], *m.weights, *given[count:])
+
+    model = Own(compute, weights=[nn.Parameter(x.shape, nn.Constant(0)) for x in drawn[count:]])
+    model.initialize(seed=0)
+    for parameter, x in zip(model.weights, drawn[count:], strict=True):
+        parameter.data[...] = x
+
+    def batch(n):
+        rows = [values(RANDOM, (n, *x.shape[1:])).astype("f4") for x in drawn[:count]]
+        fixed = [x.astype("f4") if x.dtype.kind == "f" else x for x in sample.arrays]
+        return *rows, *(np.resize(x, (n, *x.shape[1:])) for x in fixed)
+
+    return model, batch
+
+
+@pytest.mark.parametrize(("kind", "sample"), **EACH)
+def test_a_sample(kind, sample, tmp_path):
+    """Each operation's own: the runtime computes it, or its traits say that nothing does."""
+    (model, batch), file = sampled(kind, sample), tmp_path / "x.onnx"
+    if isinstance(kind.traits.onnx, NotExported):
+        name = kind.__name__.removesuffix("Function")
+        refuses(NnmpiError, rf"{name} \(.* has no counter", nnmpi.to_onnx, model, batch(1), file)
+        return
+    nnmpi.to_onnx(model, batch(1), file)
+    made = onnx.load(file)
+    onnx.checker.check_model(made, full_check=True)
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for n in (1, 4):
+        inputs = batch(n)
+        given = {x.name: y for x, y in zip(made.graph.input, inputs, strict=True)}
+        (found,) = session.run(None, given)
+        right = model(*(Tensor(x) if x.dtype.kind == "f" else x for x in inputs)).numpy()
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_every_operation_that_is_exported_is_tried():
+    """By the tests above; and what its traits leave to a writer has one."""
+    exported = {
+        kind for kind in OPERATIONS.values() if not isinstance(kind.traits.onnx, NotExported)
+    }
+    models = [*map(case, CASES), *(sampled(*item) for item in SAMPLES if item[0] in exported)]
+    traced = (trace(model, batch(1))[0] for model, batch in models)
+    assert exported <= {type(item.function) for applied in traced for item in applied}
+    assert {kind for kind in exported if kind.traits.onnx is WRITTEN} == WRITERS.keys()
 
 
 class Doubled(Function):
@@ -216,17 +265,28 @@ class Doubled(Function):
         return x * 2
 
 
-def squared(x, scale):
-    """What is made as ELU is, and is none."""
-    return x * x * scale, 2 * x * scale
+class Tripled(AsType):
+    """Inherits the traits of another operation."""
+
+    def forward(self, x):
+        return x * 3
+
+
+def squared(x, keep):
+    """An activation of one's own."""
+    return x * x, 2 * x
 
 
 HERE = r"test_onnx\.py:\d+\)"
 REFUSED = {
     "a Function": (lambda m, x: Doubled()(x), rf"the operation Doubled \(.*{HERE} has no counter"),
-    "a soft function": (
-        lambda m, x: Soft(squared, 1.0)(x),
-        rf"the function squared \(.*{HERE} has no counterpart",
+    "what inherits": (
+        lambda m, x: Tripled(x.dtype)(x),
+        rf"the operation Tripled \(.*{HERE} has no counter",
+    ),
+    "an own activation": (
+        lambda m, x: activated(Activation("mine", squared, Saves.DERIVATIVE, None, ""), x),
+        rf"the activation mine \(.*{HERE} has no counterpart",
     ),
     "a slice of the batch": (lambda m, x: x[:3], "other operations for 3 rows than for 2"),
     "a row of the batch": (lambda m, x: x[-2::-1], rf"numbers that depend on the batch.*{HERE}"),
@@ -251,16 +311,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("form, sentence", [("RELU", "the activation RELU"), ("exp", "exp \\(")])
-def test_a_form_without_a_row_is_refused(form, sentence, tmp_path, monkeypatch):
+def test_a_function_without_an_operator_is_refused(tmp_path, monkeypatch):
     """It is not taken for an operator of its name."""
-    others = {name: op for name, op in operators.POINTWISE.items() if name != form}
-    monkeypatch.setattr(operators, "POINTWISE", others)
-    monkeypatch.setattr(operators, "ACTIVATIONS", {})
-    model = Own(lambda m, x: ops.relu(x.exp()) if form == "exp" else ops.relu(x)).initialize(seed=0)
+    rules = {**RULES, "exp": RULES["exp"]._replace(onnx="")}
+    monkeypatch.setattr("nnmpi.tensor.elementwise.RULES", rules)
+    model = Own(lambda m, x: x.exp()).initialize(seed=0)
     refuses(
         NnmpiError,
-        sentence,
+        "exp \\(",
         lambda: nnmpi.to_onnx(model, np.ones((2, 3), "f4"), tmp_path / "x.onnx"),
     )
 
@@ -269,7 +327,15 @@ def test_experts_of_other_ranks_are_refused():
     """A file has those of this rank alone."""
     function = Experts(Gate(1, None, 0.0), "ranks", None, int)
     x = GraphValue(OnnxGraph(), np.ones((1, 2, 3), "f4"))
-    refuses(NnmpiError, "over several ranks has no counterpart", ROWS[Experts], function, x.like, x)
+    refuses(
+        NnmpiError,
+        "over several ranks has no counterpart",
+        converted,
+        x.graph,
+        function,
+        x.like,
+        [x],
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)

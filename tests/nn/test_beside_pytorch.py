@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, nn
+from nnmpi.backend.activations import ACTIVATIONS
 from nnmpi.models.torch_weights import to_torch
+from nnmpi.tensor.elementwise import activated
 
 torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)
@@ -86,6 +88,20 @@ def test_layers(name, dtype):
         weight = next(p for p in ours.parameters() if p.name.endswith("weight"))
         turned = (-1, -2, *range(weight.ndim - 2)) if weight.ndim > 1 else (0,)
         agree(weight.grad.transpose(turned), parts["weight"].grad, dtype)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("form", ACTIVATIONS, ids=lambda form: form.name)
+def test_activations(form, dtype):
+    """Also at 0, where some bend, and far out."""
+    values = np.array([0, 1e-3, -1e-3, 0.3, -0.3, 1, -1, 2.5, -2.5, 9, -9, 40, -40]).astype(dtype)
+    x, z = Tensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
+    y = activated(form, x, *form.settings)
+    other = getattr(torch.nn.functional, form.torch)(z, *form.settings, **form.torch_words)
+    agree(y.data, other, dtype)
+    y.sum().backward()
+    other.sum().backward()
+    agree(x.grad, z.grad, dtype)
 
 
 @EACH_DTYPE

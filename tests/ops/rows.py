@@ -1,5 +1,6 @@
-"""The rows of the table for nnmpi.ops. Every operation there stands here: test_operations sees to
-it.
+"""Further rows of the table for nnmpi.ops: options and shapes, where an operation has many of them.
+
+Each operation's own samples are in its traits, see `tests.tensor.samples`.
 """
 
 from functools import partial
@@ -11,9 +12,8 @@ import nnmpi.ops.norm as norm
 from nnmpi import Tensor, ops
 from nnmpi.backend.array import namespace
 from nnmpi.ops.loss import REDUCTIONS
-from tests.tensor.draws import Case, anywhere, array, arrays, distinct, nonzero, table
+from tests.tensor.draws import Case, anywhere, array, arrays, distinct, probabilities, table
 from tests.tensor.draws import shape as draw_shape
-from tests.tensor.rows import unary
 
 
 def along_axis(function):
@@ -287,11 +287,6 @@ def nll(draw):
     )
 
 
-def probabilities(rng, shape):
-    """Return numbers between 0.1 and 0.9."""
-    return rng.uniform(0.1, 0.9, shape)
-
-
 def error(function, apart=0.0, values=anywhere):
     """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array.
 
@@ -334,17 +329,6 @@ def embedding_case(draw):
 
 OPS = table(
     "ops",
-    relu=unary(ops.relu, nonzero),
-    leaky_relu={
-        "default": unary(ops.leaky_relu, nonzero),
-        "slope": unary(lambda x: ops.leaky_relu(x, 0.3), nonzero),
-    },
-    elu=unary(lambda x: ops.elu(x, 0.7), nonzero),
-    softplus=unary(lambda x: ops.softplus(x, 1.5)),
-    sigmoid=unary(ops.sigmoid),
-    tanh=unary(ops.tanh),
-    silu=unary(ops.silu),
-    gelu={"exact": unary(ops.gelu), "tanh": unary(lambda x: ops.gelu(x, "tanh"))},
     softmax=along_axis(ops.softmax),
     log_softmax=along_axis(ops.log_softmax),
     linear=linear_case,

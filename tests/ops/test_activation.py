@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, jit, ops
+from nnmpi.backend.activations import ACTIVATIONS
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.tensor import maximum
 
 FUNCTIONS = {
@@ -69,6 +71,30 @@ def test_digits_of_small_tails(name, dtype, compiled):
         y = function(Tensor(x)).data
     limit = 1e-3 if dtype == "float32" else 1e-9
     np.testing.assert_allclose(y, [expected(float(v)) for v in x], rtol=limit)
+
+
+ALIKE = {
+    f"{form.name} {kind}": (formula, form)
+    for form in ACTIVATIONS
+    for kind, formula in (("forward", form.forward), ("backward", form.backward))
+    if getattr(formula, "rounds_alike", False)
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_rounds_alike_has_the_same_bits_in_loops(name):
+    """So that few elements may be left to NumPy: on numbers of every size and sign."""
+    pytest.importorskip("numba")
+    formula, form = ALIKE[name]
+    bits = np.random.default_rng(0).integers(0, 2**32, (2, 2**14), "u4")
+    x, y = (item.view("f4").reshape(64, 256) for item in bits)
+    given = (x,) if formula is form.forward else (x, y)
+    with np.errstate(all="ignore"), jit(True):
+        kernels = kernels_of(x)
+        assert kernels.found(formula, (*given, *form.settings), (), False) is not None
+        (loop,) = kernels.rows(formula, *given, *form.settings)
+        (plain,) = formula(*given, *form.settings)
+    np.testing.assert_array_equal(loop, plain)
 
 
 def test_kinks():

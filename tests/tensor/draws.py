@@ -87,6 +87,11 @@ def between(rng, shape):
     return distinct(rng, shape) + 0.025
 
 
+def probabilities(rng, shape):
+    """Return numbers between 0.1 and 0.9."""
+    return rng.uniform(0.1, 0.9, shape)
+
+
 def beside(x, values):
     """Return an array where a tensor's elements are."""
     return namespace(x.data).asarray(values)

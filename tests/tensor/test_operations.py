@@ -6,6 +6,7 @@ import inspect
 import operator
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +19,17 @@ from nnmpi.base.errors import DtypeError
 from nnmpi.ops.conv.convolution import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col
-from nnmpi.tensor import Function, check_gradients
-from nnmpi.tensor.elementwise import RULES, Pointwise
+from nnmpi.tensor import check_gradients
 from nnmpi.tensor.function import kind_of
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
+from tests.tensor.samples import EACH, OPERATIONS, SAMPLES
+from tests.tensor.samples import ROWS as SAMPLE_ROWS
 
-TABLE = [*TENSOR, *OPS]
+ROOT = Path(__file__).parents[2]
+TABLE = [*SAMPLE_ROWS, *TENSOR, *OPS]
 NAMES = [row.name for row in TABLE]
+IN_OPS = {row.public for row in TABLE if row.public.startswith("ops.")}
 WITHOUT_DERIVATIVE = {
     "tensor.check_gradients",
     "tensor.enable_grad",
@@ -135,7 +139,11 @@ def grads(leaves):
     return [leaf.grad for leaf in leaves]
 
 
-@EACH_ROW
+# an operation of nnmpi.tensor gets inputs that its function has checked: see tests/tensor/rows.py
+CHECKED = [row for row in TABLE if row.name.startswith("tensor.") or row.public in IN_OPS]
+
+
+@pytest.mark.parametrize("row", CHECKED, ids=lambda row: row.name)
 def test_dtypes_do_not_mix(row):
     """One input of another dtype than the rest is refused, whichever it is."""
 
@@ -174,7 +182,7 @@ def test_what_is_no_tensor_is_refused(row, odd):
 
 
 def test_every_public_function_is_in_the_table():
-    """A new operation without a row fails here."""
+    """A new operation without a sample or a row fails here."""
     public = {
         f"{package.__name__.partition('.')[2]}.{name}"
         for package in (nnmpi.tensor, nnmpi.ops)
@@ -184,63 +192,52 @@ def test_every_public_function_is_in_the_table():
     assert public - WITHOUT_DERIVATIVE - OF_RANKS <= {row.public for row in TABLE}
 
 
-@pytest.mark.host_only("longdouble, without which nothing converts float64 and keeps its digits")
-def test_every_function_class_is_run_by_the_table():
-    """No derivative in the engine is without a test."""
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_states_its_traits(name):
+    """In its own class, with a sample, or the place of its tests if it cannot be called alone."""
+    kind = OPERATIONS[name]
+    assert "traits" in vars(kind), f"{name} states no traits: see nnmpi.tensor.traits"
+    traits = kind.traits
+    assert bool(traits.samples) != bool(traits.tested_in), f"{name} has no sample, or says twice"
+    assert not traits.tested_in or (ROOT / traits.tested_in).exists()
 
-    def subclasses(kind):
-        for child in kind.__subclasses__():
-            yield child
-            yield from subclasses(child)
+
+def nodes_of(case, dtype="float64"):
+    """Return the operations of a case."""
+    y = case.function(*tensors(case.inputs, dtype))
+    return [] if y.tape is None else y.tape.find().nodes
+
+
+@pytest.mark.parametrize(("kind", "sample"), **EACH)
+def test_a_sample_calls_its_operation(kind, sample):
+    """And names are unique, since tests are called so."""
+    assert [other.name for _, other in SAMPLES].count(sample.name) == 1
+
+    @settings(max_examples=1)
+    @given(next(row.cases for row in SAMPLE_ROWS if row.name == f"sample.{sample.name}"))
+    def calls(case):
+        assert kind in map(type, nodes_of(case))
+
+    calls()
+
+
+def test_the_tables_convolutions_take_both_algorithms():
+    """Of NumPy for any sizes: see test_winograd_numpy and test_compiled_3x3 for the others."""
+    seen = set()
 
     def run(row):
         @settings(max_examples=5)
         @given(row.cases)
         def collect(case):
-            y = case.function(*tensors(case.inputs))
-            if y.tape is not None:
-                nodes = y.tape.find().nodes
-                seen.update(type(node) for node in nodes)
-                rules.update(node.name for node in nodes if isinstance(node, Pointwise))
-                seen.update(
-                    type(node.algorithm) for node in nodes if isinstance(node, Conv2dFunction)
-                )
+            nodes = nodes_of(case)
+            seen.update(type(x.algorithm) for x in nodes if isinstance(x, Conv2dFunction))
 
         collect()
 
-    # many channels, compiled, in half precision, or on a device: see test_winograd_numpy,
-    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm, Pool2dFunction,
-    # RecurrentFunction, Reduced and OfLabels are what others are built on
-    elsewhere = {
-        "Product",
-        "Elementwise",
-        "Norm",
-        "Pool2dFunction",
-        "RecurrentFunction",
-        "CommonRoot",
-        "Reduced",
-        "OfLabels",
-    }
-    elsewhere |= {"AddLow", "Upsample2dFunction"}
-    # tests/ops/test_collectives, tests/nn/test_experts
-    elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts", "TableRows"}
-    # of other dtypes: tests/ops/test_half, tests/nn/test_experts
-    elsewhere |= {"PartialLinear", "WideLinear"}
-    mine = {
-        kind
-        for kind in subclasses(Function)
-        if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))
-    }
-    seen, rules = set(), set()
-    for row in TABLE:
-        run(row)
-    public = {
-        kind
-        for kind in mine
-        if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere
-    }
-    assert public | {Im2col, Depthwise} == seen
-    assert rules == RULES.keys()
+    for row in OPS:
+        if row.public == "ops.conv2d":
+            run(row)
+    assert {Im2col, Depthwise} <= seen
 
 
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]

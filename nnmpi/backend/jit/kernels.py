@@ -17,7 +17,6 @@ from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.rows import RowLoop
 from nnmpi.backend.plain import (
-    Activation,
     fold,
     group_means,
     inverse_root,
@@ -46,8 +45,7 @@ LOOPS = {
 ELEMENTS, FEW = 2**18, 2**16
 
 
-EXACT = (*Activation.RELU.value, *Activation.LEAKY_RELU.value)
-FEWEST = 2**13
+FEWEST = 2**13  # elements for which a loop is looked for, see `found`
 
 
 class KernelPair(NamedTuple):
@@ -125,9 +123,9 @@ class NumbaKernels(PrintedKernels):
         """See `PrintedKernels`; few elements are left to NumPy, by formulas of the same bits.
 
         To find a loop takes 7 us. If results differed in the last bit, bits would depend on the
-        batch.
+        batch (see `trace.rounds_alike`).
         """
-        if formula in EXACT and operands[0].size < FEWEST:
+        if operands[0].size < FEWEST and getattr(formula, "rounds_alike", False):
             return None
         return super().found(formula, operands, *settings)
 

@@ -12,7 +12,7 @@ from nnmpi.backend.array import Array, is_array
 from nnmpi.base.errors import ShapeError, UsageError, raised_as
 from nnmpi.base.files import write_atomically
 from nnmpi.lab.onnx.graph import GraphValue, OnnxGraph
-from nnmpi.lab.onnx.operators import ROWS, refused
+from nnmpi.lab.onnx.operators import converted
 from nnmpi.lab.onnx.trace import trace
 from nnmpi.nn.module import Module
 from nnmpi.tensor.operand import values_of
@@ -106,11 +106,8 @@ def _graph(
     for x, name, moves in named("input", inputs):
         values[id(x)] = GraphValue(graph, x, *(("", name) if moves else (name,)))
     for function, arrays, result, graph.line in applied:
-        row = ROWS.get(type(function))
-        if row is None:
-            name = type(function).__name__.removesuffix("Function")
-            raise refused(graph, f"the operation {name}", "leave it out of what is exported")
-        made = values[id(result)] = row(function, result, *(value(x, result) for x in arrays))
+        made = converted(graph, function, result, [value(x, result) for x in arrays])
+        values[id(result)] = made
         made.like = result
     for x, name, moves in named("output", results):
         source = value(x, x)

@@ -1,90 +1,42 @@
-"""A row for each operation: the nodes that compute what its `forward` does.
+"""What computes an operation in an ONNX file: its traits say it, or a writer here does.
 
-A row is (operation, its result, its inputs) -> the result's value. Operations that only
-losses and training have (dropout, statistics of a batch) have none, and neither has a Function of a
-user's own. A row knows each form of its operation by itself, and refuses any other.
+A writer is (operation, its result, its inputs) -> the result's value. It is for operations whose
+nodes depend on their inputs' shapes, and refuses each form that it does not know. Operations that
+only losses and training have (dropout, statistics of a batch) say that they have no counterpart;
+a Function of a user's own says nothing, and is refused as well.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, prod, sqrt
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.activations import GELU_TANH
 from nnmpi.backend.array import Array
-from nnmpi.backend.plain import Activation
 from nnmpi.base.errors import UsageError
 from nnmpi.lab.onnx.graph import END, GraphValue, OnnxGraph
-from nnmpi.ops.activation import (
-    LogSoftmaxFunction,
-    Soft,
-    SoftmaxFunction,
-    elu_rows,
-    softplus_rows,
-)
 from nnmpi.ops.attention import Attention, PackedAttention
 from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
-from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.experts import Experts
 from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
-from nnmpi.ops.norm import FixedNormFunction, GroupNormFunction, LayerNormFunction
-from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Upsample2dFunction
+from nnmpi.ops.norm import GroupNormFunction, LayerNormFunction
+from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction
 from nnmpi.ops.recurrent import GRUFunction, LSTMFunction, RNNFunction
-from nnmpi.tensor.elementwise import ActivationFunction, Clip, Extremum, Pointwise, Power, Where
-from nnmpi.tensor.function import AsType, Function
-from nnmpi.tensor.reduce import Largest, MatMul, Sum, Variance
-from nnmpi.tensor.shape import Concatenate, GetItem, Pad, Reshape, Transpose, View
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.reduce import Largest, Sum, Variance
+from nnmpi.tensor.shape import Concatenate, GetItem, Reshape, View
+from nnmpi.tensor.traits import WRITTEN, NotExported
 
-POINTWISE = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div"}
-POINTWISE |= {"negative": "Neg", "absolute": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt"}
-POINTWISE |= {"sin": "Sin", "cos": "Cos"}
 # The rows of ONNX's gates among nnmpi's: i, o, f, c of i, f, o, g; and z, r, h of r, z, n.
 GATES = {LSTMFunction: ("LSTM", (0, 2, 1, 3)), GRUFunction: ("GRU", (1, 0, 2))}
 GATES[RNNFunction] = ("RNN", (0,))
-ACTIVATIONS = {Activation.RELU: "Relu", Activation.SIGMOID: "Sigmoid", Activation.TANH: "Tanh"}
-OTHER = "compute it with other operations"
-RESIZE = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 
 
 def refused(graph: OnnxGraph, what: str, remedy: str) -> UsageError:
     """Return an error for an operation without a counterpart."""
     return UsageError(f"{what}{graph.line} has no counterpart in ONNX; {remedy}")
-
-
-def _activated(form: Any, x: Any, slope: float = 0.0) -> Any:
-    if form in ACTIVATIONS:
-        return x.each(ACTIVATIONS[form])
-    match form:
-        case Activation.LEAKY_RELU:
-            return x.each("LeakyRelu", alpha=slope)
-        case Activation.SILU:
-            return x * x.each("Sigmoid")
-        case Activation.GELU:
-            inner = (x * (1 / sqrt(2))).each("Erf")
-        case Activation.GELU_TANH:
-            inner = ((x + x * x * x * 0.044715) * sqrt(2 / np.pi)).each("Tanh")
-        case _:
-            raise refused(x.graph, f"the activation {form.name}", OTHER)
-    return x * 0.5 * (inner + 1)
-
-
-def _pointwise(f: Pointwise, y: Array, x: Any, *others: Any) -> Any:
-    if f.name not in POINTWISE:
-        raise refused(x.graph, f.name, OTHER)
-    return x.each(POINTWISE[f.name], *others)
-
-
-def _soft(f: Soft, y: Array, x: Any) -> Any:
-    if f.evaluate is elu_rows:
-        return x.each("Elu", alpha=f.numbers[0])
-    if f.evaluate is not softplus_rows:
-        name = getattr(f.evaluate, "__name__", "one of your own")
-        raise refused(x.graph, f"the function {name}", OTHER)
-    beta, threshold = f.numbers
-    scaled = x * beta
-    smooth = scaled.each("Softplus") / beta
-    return scaled.each("Greater", threshold).each("Where", x, smooth)
 
 
 def _avg_pool(f: AvgPool2dFunction, y: Array, x: Any) -> Any:
@@ -300,7 +252,7 @@ def _experts(f: Experts, y: Array, x: Any, *others: Any) -> Any:
     experts = p.like.shape[2]
     b1, b2 = (b.form(lambda b: b.reshape(experts, 1, -1)) for b in (b1, b2))
     rows = x.add("Unsqueeze", [1])  # (samples, 1, positions, features)
-    results = _activated(Activation.GELU_TANH, rows @ w1 + b1) @ w2 + b2
+    results = GELU_TANH.nodes(rows @ w1 + b1) @ w2 + b2
     chosen = p.add("TopK", [gate.top_k], count=2, axis=2)[1]
     hot = chosen.add("OneHot", [experts], np.array([0, 1], y.dtype), axis=-1)
     taken = hot.add("ReduceSum", [2], keepdims=0)
@@ -312,24 +264,17 @@ def _experts(f: Experts, y: Array, x: Any, *others: Any) -> Any:
     return (results * factors).add("ReduceSum", [1], keepdims=0)
 
 
-ROWS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
+# The operations whose traits say `WRITTEN`.
+WRITERS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
     {
-        ActivationFunction: lambda f, y, x: _activated(f.form, x, f.slope),
-        AsType: lambda f, y, x: x.each("Cast", to=y.dtype),
         Attention: lambda f, y, q, k, v: _attend(
             f, y, q, k.transpose(0, 1, 3, 2), v, q.like.shape[3]
         ),
         AvgPool2dFunction: _avg_pool,
-        Clip: lambda f, y, x: x.add("Clip", f.low, f.high),
         Concatenate: _concatenate,
         Conv2dFunction: _conv,
         ConvTranspose2dFunction: _conv_transpose,
-        EmbeddingFunction: lambda f, y, table, i: table.take(i, 0),
         Experts: _experts,
-        Extremum: lambda f, y, x, z: x.each("Max" if f.largest else "Min", z),
-        FixedNormFunction: lambda f, y, x, *more: (x.add if y.ndim == 2 else x.images)(
-            "BatchNormalization", *more, epsilon=f.settings[0]
-        ),
         GRUFunction: _recurrent,
         GetItem: _get_item,
         GroupNormFunction: _group_norm,
@@ -339,27 +284,39 @@ ROWS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
         ),
         LayerNormFunction: _layer_norm,
         LinearFunction: _linear,
-        LogSoftmaxFunction: lambda f, y, x: x.add("LogSoftmax", axis=f.axis),
-        MatMul: lambda f, y, x, z: x @ z,
         MaxPool2dFunction: lambda f, y, x: x.images("MaxPool", **_windows(f.over)),
         PackedAttention: _packed_attention,
-        Pad: lambda f, y, x: x.add("Pad", [*sum(zip(*f.widths, strict=True), ())], f.value),
-        Pointwise: _pointwise,
-        Power: lambda f, y, x, z: x.each("Pow", z),
         RNNFunction: _recurrent,
         Reshape: _reshape,
-        Soft: _soft,
-        SoftmaxFunction: lambda f, y, x: x.add("Softmax", axis=f.axis),
         Sum: lambda f, y, x: _reduced(
             "ReduceMean" if f.averages else "ReduceSum", x, f.axes, f.keepdims
         ),
-        Transpose: lambda f, y, x: x.transpose(*f.axes),
         TransposedLinearFunction: _linear,
-        Upsample2dFunction: lambda f, y, x: x.images(
-            "Resize", None, np.array([1, 1, *f.over.kernel], "f4"), mode="nearest", **RESIZE
-        ),
         Variance: _variance,
         View: _view,
-        Where: lambda f, y, x, *z: x.each("Where", *z),
     }
 )
+
+
+def converted(graph: OnnxGraph, function: Function, result: Array, inputs: Sequence[Any]) -> Any:
+    """Add the nodes that compute what an operation has, and return their value.
+
+    Args:
+        result: the operation's, recorded.
+        inputs: its, as values of the graph.
+
+    Raises:
+        UsageError: for an operation, or a form of one, without a counterpart. A class has its own
+            traits: what it inherits may be another operation's.
+    """
+    traits = vars(type(function)).get("traits")
+    form = NotExported() if traits is None else traits.onnx
+    if form is WRITTEN:
+        form = WRITERS[type(function)]
+    if isinstance(form, str):
+        return inputs[0].each(form, *inputs[1:])
+    value = form if isinstance(form, NotExported) else form(function, result, *inputs)
+    if isinstance(value, NotExported):
+        name = type(function).__name__.removesuffix("Function")
+        raise refused(graph, value.form or f"the operation {name}", value.remedy)
+    return value

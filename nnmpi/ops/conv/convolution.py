@@ -62,6 +62,7 @@ from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, lowered
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor, stack
+from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 
 __all__ = ["conv2d", "conv3d", "conv_relu_pool", "conv_transpose2d"]
 
@@ -96,6 +97,31 @@ class Conv2dFunction(Function):
     """
 
     __slots__ = ("algorithm",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.FIRST,
+        samples=(
+            Sample(
+                "conv2d",
+                lambda x, weight, bias: conv2d(x, weight, bias, padding=1),
+                ((2, 5, 4, 3), (3, 3, 3, 2), (2,)),
+                parameters=2,
+            ),
+            Sample(
+                "conv2d groups",
+                lambda x, weight: conv2d(x, weight, None, (2, 1), (0, 2), (1, 2), 2),
+                ((2, 5, 4, 4), (2, 3, 2, 6)),
+                parameters=1,
+            ),
+            Sample(
+                "conv2d depthwise",
+                lambda x, weight: conv2d(x, weight, padding=1, groups=3),
+                ((2, 4, 4, 3), (3, 3, 1, 3)),
+                parameters=1,
+            ),
+        ),
+    )
 
     computes = "product"
 
@@ -406,6 +432,19 @@ class ConvTranspose2dFunction(Function):
     """
 
     __slots__ = ("size", "spec")
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.FIRST,
+        samples=(
+            Sample(
+                "conv_transpose2d",
+                lambda x, weight, bias: conv_transpose2d(x, weight, bias, (2, 3), 1, (1, 2)),
+                ((2, 3, 4, 2), (3, 3, 3, 2), (3,)),
+                parameters=2,
+            ),
+        ),
+    )
 
     computes = "product"
 

@@ -25,6 +25,7 @@ from nnmpi.ops.collectives import CATEGORY, copy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder, Placed
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 
 
 class FromRank(Function):
@@ -37,6 +38,11 @@ class FromRank(Function):
     """
 
     __slots__ = ("_dtype", "_shape", "group", "root")
+
+    traits = Traits(
+        onnx=OF_RANKS,
+        tested_in="tests/parallel/sharded/test_branches.py",
+    )
 
     is_call = True
 

@@ -37,6 +37,7 @@ from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import REPLICATED, rows
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Halo(Function):
     """Gather the rows under a rank's windows from their owners; border rows have one value."""
 
     __slots__ = ("borrowed", "group", "lent", "needed", "owned", "value")
+
+    traits = Traits(
+        onnx=OF_RANKS,
+        tested_in="tests/parallel/sharded/test_conv.py",
+    )
 
     is_call = True
 

@@ -21,6 +21,7 @@ from nnmpi.ops.collectives import CATEGORY, sum_in_place
 from nnmpi.ops.loss import CrossEntropy, checked_labels
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 
 
 class PartSoftmax:
@@ -86,6 +87,11 @@ class PartCrossEntropy(CrossEntropy):
     """-log softmax(logits)[label] per row, with some classes of the logits on every rank."""
 
     __slots__ = ("part",)
+
+    traits = Traits(
+        onnx=OF_RANKS,
+        tested_in="tests/parallel/sharded/test_cross_entropy.py",
+    )
 
     computes = "float32"
     is_call = True

@@ -38,6 +38,7 @@ from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution,
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.placement import REPLICATED, features
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 
 
 class RowLinear(Linear):
@@ -70,6 +71,11 @@ class LookUp(TableRows):
     """table[indices - first], zeros for indices outside of this part of the table."""
 
     __slots__ = ("first", "hits")
+
+    traits = Traits(
+        onnx=OF_RANKS,
+        tested_in="tests/parallel/sharded/test_layers.py",
+    )
     varies = (*TableRows.varies, "hits")
 
     captured = False  # how many indices are of this part is known to the device alone

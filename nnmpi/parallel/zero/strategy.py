@@ -26,6 +26,7 @@ from nnmpi.parallel.zero.storage import COMMON, NO_GATHER, ShardedStorage, shard
 from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.traits import OF_RANKS, Traits
 
 NO_PASS = -2  # no backward pass is running
 
@@ -34,6 +35,8 @@ class UnitEnd(Elementwise):
     """The end of a unit: the identity; its backward reports that the pass reaches the unit."""
 
     __slots__ = ("_reached",)
+
+    traits = Traits(onnx=OF_RANKS, tested_in="tests/parallel/test_zero.py")
 
     is_call = True
 
