@@ -33,6 +33,7 @@ Others:
 
 To change ...                              see
     the arithmetic of an operation         plain, and what overrides it in jit/ and cuda/
+    an activation                          activations
     the library that computes products     gemm
     the dtype that a product reads         precision, then its uses in gemm and the kernels
     the kinds of devices                   a subclass of `Backend`, as in device, and `select`

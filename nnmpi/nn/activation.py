@@ -3,21 +3,25 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
+from math import prod
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from nnmpi.backend.array import namespace
+from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.random import key_pair
-from nnmpi.base.errors import ShapeError, UsageError, number
+from nnmpi.base.errors import ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.nn.mode import current, note_mask, warn_later
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Constant, Module, Parameter
+from nnmpi.nn.sharding import Reach
 from nnmpi.ops.activation import (
     elu,
     gelu,
     leaky_relu,
     log_softmax,
+    prelu,
     relu,
+    selu,
     sigmoid,
     silu,
     softmax,
@@ -41,6 +45,7 @@ from nnmpi.tensor.tensor import Tensor
 __all__ = [
     "ELU",
     "GELU",
+    "SELU",
     "BCELoss",
     "BCEWithLogitsLoss",
     "CrossEntropyLoss",
@@ -54,6 +59,7 @@ __all__ = [
     "LogSoftmax",
     "MSELoss",
     "NLLLoss",
+    "PReLU",
     "ReLU",
     "SiLU",
     "Sigmoid",
@@ -67,11 +73,14 @@ __all__ = [
 class ReLU(Module):
     """max(x, 0)"""
 
+    reach = Reach.ELEMENT
     forward = staticmethod(relu)
 
 
 class LeakyReLU(Module):
     """x where positive, negative_slope * x elsewhere."""
+
+    reach = Reach.ELEMENT
 
     def __init__(self, negative_slope: float = 0.01) -> None:
         self.negative_slope = negative_slope
@@ -81,8 +90,38 @@ class LeakyReLU(Module):
         return leaky_relu(x, self.negative_slope)
 
 
+class PReLU(Module):
+    """x where positive, a learned slope times x elsewhere: (..., channels), keeps the shape.
+
+    Args:
+        num_parameters: 1 for one slope, or the number of channels for one of each.
+        init: the slopes' first value.
+
+    Example:
+        >>> layer = nn.PReLU().initialize(seed=0)
+        >>> layer(np.float32([[-2, 3]])).numpy().tolist()
+        [[-0.5, 3.0]]
+    """
+
+    reach = Reach.ELEMENT
+
+    def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
+        shape = (check_int("PReLU's num_parameters", num_parameters),)
+        self.weight = Parameter(shape, Constant(init))
+
+    def input_features(self) -> int | None:
+        """See `Module.input_features`."""
+        return self.weight.size if self.weight.size > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with its negative elements scaled. See `ops.prelu`."""
+        return prelu(x, self.weight)
+
+
 class ELU(Module):
     """x where positive, alpha (e^x - 1) elsewhere."""
+
+    reach = Reach.ELEMENT
 
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
@@ -95,6 +134,8 @@ class ELU(Module):
 class Softplus(Module):
     """log(1 + e^(beta x)) / beta; x itself where beta x is above the threshold."""
 
+    reach = Reach.ELEMENT
+
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
         self.beta, self.threshold = beta, threshold
 
@@ -103,8 +144,17 @@ class Softplus(Module):
         return softplus(x, self.beta, self.threshold)
 
 
+class SELU(Module):
+    """1.0507 times ELU(1.67326), which keeps mean 0 and variance 1 from layer to layer."""
+
+    reach = Reach.ELEMENT
+    forward = staticmethod(selu)
+
+
 class GELU(Module):
     """x Phi(x); approximate="tanh" gives the form of GPT-2."""
+
+    reach = Reach.ELEMENT
 
     def __init__(self, approximate: str = "none") -> None:
         self.approximate = approximate
@@ -117,23 +167,28 @@ class GELU(Module):
 class SiLU(Module):
     """x * sigmoid(x)"""
 
+    reach = Reach.ELEMENT
     forward = staticmethod(silu)
 
 
 class Tanh(Module):
     """The hyperbolic tangent."""
 
+    reach = Reach.ELEMENT
     forward = staticmethod(tanh)
 
 
 class Sigmoid(Module):
     """1 / (1 + e^-x)"""
 
+    reach = Reach.ELEMENT
     forward = staticmethod(sigmoid)
 
 
 class Softmax(Module):
     """e^x / sum(e^x) along an axis."""
+
+    reach = Reach.ALL
 
     def __init__(self, dim: int = -1) -> None:
         self.dim = dim
@@ -146,6 +201,8 @@ class Softmax(Module):
 class LogSoftmax(Softmax):
     """The logarithm of softmax along an axis, without overflow."""
 
+    reach = Reach.ALL
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the logarithm."""
         return log_softmax(x, self.dim)
@@ -154,17 +211,24 @@ class LogSoftmax(Softmax):
 class Flatten(Module):
     """(batch, ...) -> (batch, features)"""
 
+    reach = Reach.ELEMENT
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (prod(shape),)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x with all axes but the first flattened into one."""
         return x.flatten()
 
 
-# Each computes its elements one by one, so that it computes any part of a sharded tensor, too.
+# by the names of --activation
 ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
     {
         "relu": ReLU,
         "leaky-relu": LeakyReLU,
         "elu": ELU,
+        "selu": SELU,
         "softplus": Softplus,
         "gelu": GELU,
         "silu": SiLU,
@@ -206,6 +270,8 @@ class Dropout(Module):
         ...     sorted(set(layer(np.ones((9, 9), "float32")).numpy().ravel().tolist()))
         [0.0, 2.0]
     """
+
+    reach = Reach.ELEMENT
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = number("dropout's p", p, 1)

@@ -7,6 +7,8 @@ from nnmpi.backend.array import Shape
 from nnmpi.backend.windows import PairLike, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
+from nnmpi.nn.sharding import Reach
+from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.convolution import Triple, conv2d, conv3d, conv_transpose2d, triple
 from nnmpi.ops.pool import (
     AvgPool2dFunction,
@@ -82,6 +84,14 @@ class Conv2d(Module):
         channels = in_channels, out_channels, groups
         self.weight, self.bias = _parameters("Conv2d", (rows, columns), channels, bias, init)
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        if len(shape) != 3:
+            return None
+        rows, columns, _, channels = self.weight.shape
+        spec = ConvSpec((rows, columns), self.stride, self.padding, self.dilation)
+        return (*spec.pooled_size(*shape[:2]), channels)
+
     def operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Any, Any, int]:
         """Return the arguments of `ops.conv2d`."""
         settings = self.stride, self.padding, self.dilation, self.groups
@@ -94,6 +104,11 @@ class Conv2d(Module):
 
 class _OverTime:
     """A layer of images, over (batch, time, channels)."""
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`."""
+        after = super().shape_after((1, *shape)) if len(shape) == 2 else None  # type: ignore[misc]
+        return None if after is None else after[1:]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_time, channels)."""
@@ -256,9 +271,15 @@ class Pool2d(Module, fixed="over"):
     ) -> None:
         self.over = pool_windows(kernel_size, stride, padding)
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        return (*self.over.out(*shape[:2]), shape[2]) if len(shape) == 3 else None
+
 
 class MaxPool2d(Pool2d):
     """Max-pooling; padding is never the maximum. Arguments as for `Pool2d`."""
+
+    reach = Reach.CHANNEL
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
@@ -267,6 +288,8 @@ class MaxPool2d(Pool2d):
 
 class AvgPool2d(Pool2d):
     """Average pooling; zeros of the padding count in the mean. Arguments as for `Pool2d`."""
+
+    reach = Reach.CHANNEL
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
@@ -294,6 +317,12 @@ class AvgPool1d(Pool1d, AvgPool2d):
 class GlobalAvgPool2d(Module):
     """Mean of each channel over the image: (batch, h, w, channels) -> (batch, channels)."""
 
+    reach = Reach.CHANNEL
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return shape[-1:]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
         if x.ndim != 4 or not x.size:
@@ -312,8 +341,14 @@ class AdaptiveAvgPool2d(Module):
         output_size: rows and columns of the result; one number for both.
     """
 
+    reach = Reach.CHANNEL
+
     def __init__(self, output_size: PairLike) -> None:
         self.output_size = pair("output_size", output_size, 1)
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (*self.output_size, shape[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
@@ -344,8 +379,17 @@ class Upsample(Module):
         scale_factor: for rows and columns, integers; one number for both.
     """
 
+    reach = Reach.CHANNEL
+
     def __init__(self, scale_factor: PairLike) -> None:
         self.scale_factor = pair("scale_factor", scale_factor, 1)
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        if len(shape) != 3:
+            return None
+        (h, w, channels), (rows, columns) = shape, self.scale_factor
+        return h * rows, w * columns, channels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images."""

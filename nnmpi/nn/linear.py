@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nnmpi.backend.array import Shape
 from nnmpi.base.errors import check_int
 from nnmpi.nn.module import Module, Normal, fan_in
 from nnmpi.ops.embedding import embedding
@@ -40,6 +41,10 @@ class Linear(Module):
         out_features = check_int("Linear's out_features", out_features)
         self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
         self.bias = Parameter((out_features,), fan_in(in_features)) if bias else None
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (*shape[:-1], self.weight.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
@@ -93,6 +98,10 @@ class TiedLinear(Module):
 
     def __init__(self, embedding: Embedding) -> None:
         self.weight = embedding.weight
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (*shape[:-1], self.weight.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T. See `ops.linear.linear_transposed`."""

@@ -49,7 +49,7 @@ from nnmpi.base.settled import Settled
 from nnmpi.base.shard import Region
 from nnmpi.base.words import answered, raise_missing
 from nnmpi.nn.mode import current
-from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
+from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Reach, ShardingTable, Units
 from nnmpi.tensor.function import Variable, assigned
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
@@ -58,6 +58,11 @@ from nnmpi.tensor.tensor import Tensor
 __all__ = ["Buffer", "Constant", "Module", "Normal", "Parameter", "Uniform", "fan_in", "kaiming"]
 
 NamedModules: TypeAlias = "Iterator[tuple[str, Module]]"
+
+
+def own_reach(layer: Module) -> Reach | None:
+    """Return what a layer's own class says of its reach: a subclass may compute something else."""
+    return vars(type(layer)).get("reach")
 
 
 class _Draws(dict[str, Array]):
@@ -199,6 +204,8 @@ class Module(Settled):
             in a class of your own if `forward` consists of operations on Tensors and depends on
             shapes and the mode alone. Subclasses do not inherit it.
         axes: of the layer's weight, in words: layers that share one must read it alike.
+        reach: of a layer, what an element of its result is computed from; None if nobody said, and
+            in a subclass that does not say it anew. Then it gets full inputs on every rank.
         links: the methods that `forward` calls one after another. A chain may be cut between them
             (see `nn.chain`). Each entry is (layer name, method name, names of the modules that the
             method calls).
@@ -217,6 +224,7 @@ class Module(Settled):
 
     replayable: ClassVar[bool] = False
     axes: ClassVar[str] = ""
+    reach: ClassVar[Reach | None] = None
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
     sharding: ShardingTable = NO_TABLE
@@ -226,6 +234,18 @@ class Module(Settled):
     def forward(self, *inputs: Any) -> Any:
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """Return the shape of a sample after a layer, given that before it; None if unknown.
+
+        Args:
+            shape: without the batch.
+        """
+        return shape if own_reach(self) else None
+
+    def input_features(self) -> int | None:
+        """Return the length of the input's last axis, if a layer's parameters define it."""
+        return None
 
     def product_input(self, x: Tensor) -> Tensor:
         """Return the input of the layer's product; tensor parallelism adds its collective here."""
@@ -258,7 +278,7 @@ class Module(Settled):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
-        if name in ("axes", "links", "replayable"):
+        if name in ("axes", "links", "reach", "replayable"):
             raise UsageError(f"{name} is read from the class; write it there, not to one module")
         if name == "storage":
             spans = value.spans if isinstance(value, FlatStorage) else ()

@@ -10,6 +10,7 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
+from nnmpi.nn.sharding import Reach
 from nnmpi.ops.norm import (
     AllReduce,
     Count,
@@ -53,6 +54,8 @@ class BatchNorm(Module):
             n - 1).
     """
 
+    reach = Reach.CHANNEL
+
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         num_features = check_int("BatchNorm's num_features", num_features)
         self.momentum = number("BatchNorm's momentum", momentum, most=1)
@@ -63,6 +66,10 @@ class BatchNorm(Module):
         self.running_variance = Buffer((num_features,), 1.0)
         self.all_reduce: AllReduce | None = None
         self.observe: Callable[[Array, Array], None] | None = None
+
+    def input_features(self) -> int:
+        """See `Module.input_features`."""
+        return int(self.weight.shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape.
@@ -150,6 +157,8 @@ class LayerNorm(Module):
         [[-1.34..., -0.44..., 0.44..., 1.34...]]
     """
 
+    reach = Reach.ALL
+
     def __init__(self, normalized_shape: int | Shape, eps: float = 1e-5) -> None:
         lengths = (
             normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
@@ -160,6 +169,10 @@ class LayerNorm(Module):
         self.eps = _positive(eps)
         self.weight = Parameter(shape, Constant(1.0))
         self.bias = Parameter(shape, Constant(0.0))
+
+    def input_features(self) -> int:
+        """See `Module.input_features`."""
+        return int(self.weight.shape[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""

@@ -7,7 +7,7 @@ patterns, to a `Sharding`:
     {"*.attention.proj": Sharding.ROW}
 
 An exact name has precedence, then the first pattern that matches. Modules without parameters need
-no entry: they accept any sharding of their input.
+no entry: their class says how they follow the sharding of their input (`Reach`).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-__all__ = ["Sharding", "Units"]
+__all__ = ["Reach", "Sharding", "Units"]
 
 # algorithms of attention over positions of several ranks, see `parallel.sequence`
 RING: Final = "ring"
@@ -55,6 +55,24 @@ class Sharding(Enum):
     VOCAB = "vocab"
     BRANCHES = "branches"
     REPLICATED = "replicated"
+
+
+class Reach(Enum):
+    """What an element of a layer's result is computed from, in a sample; a layer's class says it.
+
+        ELEMENT    the same element of the input: the layer computes any part of a sharded input.
+                   Its parameters, if it has any, broadcast
+        CHANNEL    its own channel: the layer computes sharded channels, but image rows need others
+        ALL        other features as well: the layer gets full inputs
+
+    Such a layer follows the placement of its input, unless the table says REPLICATED, and its
+    result has its input's shape, unless it has a `shape_after` of its own. A subclass may compute
+    something else, so it says it anew.
+    """
+
+    ELEMENT = "element"
+    CHANNEL = "channel"
+    ALL = "all"
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,24 @@ from nnmpi.backend.activations import (
     SIGMOID,
     SILU,
     SOFTPLUS,
+    leaky_grad,
 )
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, masked
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.plain import largest
 from nnmpi.backend.sums import row_totals
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import answered
+from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.elementwise import activated
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, operands, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.tensor.traits import Sample, Traits
+from nnmpi.tensor.traits import Channels, Sample, Traits
 
 __all__ = [
-    *("elu", "gelu", "leaky_relu", "log_softmax", "relu", "selu", "sigmoid", "silu"),
+    *("elu", "gelu", "leaky_relu", "log_softmax", "prelu", "relu", "selu", "sigmoid", "silu"),
     *("softmax", "softplus", "tanh"),
 ]
 
@@ -106,6 +108,73 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     if not number("softplus's beta", beta):
         raise UsageError(f"softplus's beta is {beta}; give a number above 0")
     return activated(SOFTPLUS, x, float(beta), float(number("threshold", threshold)))
+
+
+class PReLUFunction(Elementwise):
+    """x where it is positive, a learned slope times x elsewhere: one slope for all elements."""
+
+    __slots__ = ()
+
+    computes = "float32"
+    traits = Traits(
+        onnx="PRelu",
+        samples=(
+            Sample("prelu", lambda x, slope: prelu(x, slope), ((3, 4), (1,)), (), "nonzero", 1),
+        ),
+    )
+
+    def forward(self, x: Array, slope: Array) -> Array:
+        self.saved = (x, slope)
+        return leaky_grad(x, x, slope)[0]
+
+    def backward(self, grad: Array) -> Grads:
+        x, slope = self.saved
+        to_x = leaky_grad(grad, x, slope)[0] if self.needs[0] else None
+        return to_x, masked(np.logical_not(x > 0), grad * x) if self.needs[1] else None
+
+
+class ChannelPReLUFunction(PReLUFunction):
+    """The same with a slope of each channel, which PyTorch has on the second axis."""
+
+    __slots__ = ()
+
+    traits = Traits(
+        onnx="PRelu",
+        channels=Channels.NORMALIZED,
+        samples=(
+            Sample(
+                "prelu channels",
+                lambda x, slopes: prelu(x, slopes),
+                ((2, 3, 2, 4), (4,)),
+                (),
+                "nonzero",
+                1,
+            ),
+        ),
+    )
+
+
+@answered
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x where it is positive and weight * x elsewhere (He et al., 2015), elementwise.
+
+    Args:
+        x: (..., channels).
+        weight: the learned slope, (1,), or one of each channel, (channels,).
+
+    Raises:
+        ShapeError: for a weight of another shape.
+    """
+    require_floating("prelu", x)
+    require_floating("prelu", weight)
+    if weight.ndim != 1 or weight.size not in (1, *x.shape[-1:]):
+        raise ShapeError(
+            f"prelu of shape {x.shape} needs a weight of one slope (1,), or of one of each channel"
+            f" {x.shape[-1:]}, not {weight.shape}"
+        )
+    if not mixes(x._data.dtype, weight._data.dtype):
+        operands("prelu", x, weight)
+    return (PReLUFunction if weight.size == 1 else ChannelPReLUFunction)()(x, weight)
 
 
 def softmax_rows(x: Array) -> tuple[Array]:

@@ -6,10 +6,10 @@
         replicated
 
 `shard` walks through the model in the order of computation and tracks the activation's placement
-(see `tensor.placement`). Each type of layer has a rule, a function of the layer and its
-`LayerContext`, in the module of its sharded layers. It returns the layer's replacement and the
-result's placement. If a layer needs the activation in another placement, an exchange comes before
-it:
+(see `tensor.placement`). A layer's class says what it needs of its input (`nn.Reach`), or its type
+has a rule, a function of the layer and its `LayerContext`, in the module of its sharded layers. It
+returns the layer's replacement and the result's placement. If a layer needs the activation in
+another placement, an exchange comes before it:
 
     Sequential    layer by layer, each from the placement of the one before it
     Residual      both branches; if their placements differ, both are gathered before the addition
@@ -30,22 +30,19 @@ on every rank.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import ACTIVATIONS, Dropout, Flatten, LogSoftmax, Softmax
+from nnmpi.nn.activation import Dropout, Flatten
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
-from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.module import Module
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.module import Module, own_reach
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.recurrent import LSTM
-from nnmpi.nn.sharding import Sharding, ShardingTable, Units, find
+from nnmpi.nn.sharding import Reach, Sharding, ShardingTable, Units, find
 from nnmpi.ops.collectives import PartExchange
-from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.parallel.sharded.branches import place_branches
 from nnmpi.parallel.sharded.context import (
     LayerContext,
@@ -62,7 +59,8 @@ from nnmpi.parallel.sharded.elementwise import (
     place_elementwise,
     place_flatten,
     place_layer_norm,
-    place_softmax,
+    place_per_channel,
+    place_whole,
 )
 from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
 from nnmpi.tensor.placement import REPLICATED, Placement, features
@@ -85,74 +83,56 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
     return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
 
 
-# Layers that take the placement of their input, unless the table replicates them.
-FOLLOWING: Mapping[type[Module], LayerRule] = {
-    **dict.fromkeys(ACTIVATIONS.values(), place_elementwise),
+# Types with a rule of their own. Other layers' classes say what they need of their input: `Reach`.
+RULES: Mapping[type[Module], LayerRule] = {
+    **dict.fromkeys(PRODUCTS, place_product),
     AvgPool2d: place_pool,
     BatchNorm: place_batch_norm,
+    Branches: place_branches,
+    Conv2d: place_conv,
     Dropout: place_dropout,
     Flatten: place_flatten,
     GlobalAvgPool2d: place_global_pool,
+    LSTM: place_lstm,
     LayerNorm: place_layer_norm,
     MaxPool2d: place_pool,
-    **dict.fromkeys((Softmax, LogSoftmax), place_softmax),
 }
-RULES: Mapping[type[Module], LayerRule] = {
-    **FOLLOWING,
-    **dict.fromkeys(PRODUCTS, place_product),
-    Branches: place_branches,
-    Conv2d: place_conv,
-    LSTM: place_lstm,
+RULES_BY_REACH: Mapping[Reach, LayerRule] = {
+    Reach.ELEMENT: place_elementwise,
+    Reach.CHANNEL: place_per_channel,
+    Reach.ALL: place_whole,
 }
+
+
+def rule_of(layer: Module) -> LayerRule | None:
+    """Return what places a layer; None for a custom module, whose forward is unknown."""
+    rule, reach = RULES.get(type(layer)), own_reach(layer)
+    return rule if rule is not None or reach is None else RULES_BY_REACH[reach]
 
 
 def place(layer: Module, context: LayerContext) -> Placed:
     """Return the replacement of a layer with a rule, and its result's placement."""
-    replicated = context.sharding is Sharding.REPLICATED
-    replicated |= context.placement.is_replicated and not isinstance(layer, Pool2d)
-    if not (replicated and type(layer) in FOLLOWING):
-        return RULES[type(layer)](layer, context)
-    return context.on_replicated(
-        layer, layer.weight.shape[-1] if isinstance(layer, BatchNorm | LayerNorm) else None
-    )
+    if context.sharding is Sharding.REPLICATED and own_reach(layer) is not None:
+        return place_whole(layer, context)
+    rule = rule_of(layer)
+    assert rule is not None
+    return rule(layer, context)
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None) -> Placement:
-    """Return a layer's input placement in a custom module, as its sharding implies."""
-    if isinstance(layer, Linear | Conv2d) and sharding is Sharding.ROW:
+    """Return a layer's input placement in a custom module, as its sharding implies.
+
+    With ROW the input of a product is sharded. With COLUMN the result is, and so is the input of a
+    layer that computes each of its channels by itself.
+    """
+    if type(layer) in PRODUCTS and sharding is Sharding.ROW:
         inputs = layer.weight.shape[PRODUCTS[type(layer)].inputs]
         return divided(inputs * getattr(layer, "groups", 1), units)
-    if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm):
-        return features(layer.weight.shape[-1])
+    count = layer.input_features()
+    follows = own_reach(layer) in (Reach.ELEMENT, Reach.CHANNEL)
+    if sharding is Sharding.COLUMN and follows and count is not None:
+        return features(count)
     return REPLICATED
-
-
-def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
-    """Return a sample's shape after a layer; None if unknown or unfit.
-
-    Layers that are not tested for here leave the shape as it is.
-    """
-    if shape is None or isinstance(layer, Branches | LSTM | Embedding):
-        return None
-    if isinstance(layer, Flatten):
-        return (prod(shape),)
-    channels = (
-        layer.weight.shape[PRODUCTS[type(layer)].outputs] if type(layer) in PRODUCTS else shape[-1]
-    )
-    if isinstance(layer, GlobalAvgPool2d):
-        return (channels,)
-    size = shape[:-1]
-    if isinstance(layer, Conv2d | Pool2d):
-        if len(size) != 2:
-            return None
-        if isinstance(layer, Pool2d):
-            size = layer.over.out(*size)
-        else:
-            rows, columns, *_ = layer.weight.shape
-            size = ConvSpec(
-                (rows, columns), layer.stride, layer.padding, layer.dilation
-            ).pooled_size(*size)
-    return (*size, channels)
 
 
 CONTAINERS = (Sequential, Residual)  # modules with a known forward
@@ -320,7 +300,8 @@ class ModelWalk:
             return self._residual(module, name, layout)
         if self._has_rule(module):
             placed, placement = self._layer(module, name, layout)
-            return placed, ActivationLayout(placement, shape_after(module, layout.shape))
+            shape = None if layout.shape is None else module.shape_after(layout.shape)
+            return placed, ActivationLayout(placement, shape)
         is_open = self._shard_inside(module, name)
         before = None if layout.placement.is_replicated else self._gather(layout)
         # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
@@ -457,7 +438,7 @@ class ModelWalk:
 
     def _has_rule(self, module: Module) -> bool:
         """Return whether a rule replaces a module; branches have one if the table names them."""
-        return type(module) in RULES and (
+        return rule_of(module) is not None and (
             type(module) is not Branches or self._sharding(module) is not None
         )
 

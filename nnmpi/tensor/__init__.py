@@ -5,13 +5,14 @@ Reading order:
     function                     the nodes of a graph, the tape, recording one operation for replay
     backward                     the walk back along the tape
     elementwise, reduce, shape   the operations and their derivatives
+    traits                       what the exporter, PyTorch's weights and the tests know of them
     dtypes, operand              which dtypes and shapes may meet, and what a product reads
     tensor                       the public class: each operation is a method
     parameter                    a model's parameters as views into flat arrays
     placement, sharded           sharded tensors; the rest does not depend on them
 
-To add an operation, write a `Function` with forward and backward, here or in `ops`, and a method or
-function that calls it. `check` compares its gradient with finite differences.
+To add an operation, write a `Function` with forward, backward and `traits`, here or in `ops`, and a
+method or function that calls it. `check` compares its gradient with finite differences.
 """
 
 from sys import modules

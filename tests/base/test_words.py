@@ -180,7 +180,7 @@ def test_what_is_called_and_is_no_function_of_that_form(call, right):
     [
         (MODEL, "fit compile evaluate predict summary save add get_weights register_forward_hook"),
         (MODEL, "training_step log from_pretrained push_to_hub get_submodule count_params"),
-        (nn, "SELU CELU MaxPool3d EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
+        (nn, "CELU Mish MaxPool3d EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
         (nnmpi, "clip equal isclose vmap grad einsum linalg fft Generator atan2 sparse Trainer"),
         (optim, "LAMB LARS Lookahead ExponentialLR apply_updates"),
         (data, "Mixup RandAugment Resize IterableDataset StratifiedKFold DataLoader"),

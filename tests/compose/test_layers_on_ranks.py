@@ -8,6 +8,7 @@ import pytest
 import nnmpi
 from nnmpi import Layout, nn, ops
 from nnmpi.base.shard import split
+from nnmpi.nn.activation import ACTIVATIONS
 from nnmpi.tensor import stack
 from tests.worker_options import arranged, sgd
 
@@ -43,8 +44,9 @@ class Volumes(nn.Module):
 
 
 LAYERS = {
-    "elu": (nn.ELU, 24),
-    "softplus": (nn.Softplus, 24),
+    **{name: (kind, 24) for name, kind in ACTIVATIONS.items()},
+    "prelu": (nn.PReLU, 24),
+    "prelu channels": (lambda: nn.PReLU(4), 24),
     "max pool": (lambda: nn.MaxPool1d(2), 12),
     "avg pool": (lambda: nn.AvgPool1d(2, 1), 20),
     "instance": (lambda: nn.InstanceNorm1d(4, affine=True), 24),

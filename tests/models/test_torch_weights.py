@@ -57,6 +57,11 @@ def _normed(t):
     )
 
 
+def _sloped(t):
+    """Return a model of slopes of channels, which PyTorch has behind the batch."""
+    return t.Sequential(t.PReLU(2), t.PReLU(), t.Flatten(), t.Linear(12, 3))
+
+
 def _square(t):
     """Return a model whose sequences have as many channels as times."""
     return t.Sequential(t.Conv1d(2, 4, 3), t.LayerNorm((4, 4)), t.Flatten(), t.Linear(16, 3))
@@ -125,6 +130,7 @@ def cases():
         "volume": (_volume(nn), IMAGES[:, None].repeat(3, 1)),
         "signal": (_signal(nn), IMAGES[:, 0]),
         "normed": (_normed(nn), IMAGES[:, 0]),
+        "sloped": (_sloped(nn), IMAGES[:, 0]),
         "square": (_square(nn), IMAGES[:, 0]),
         "heads": (_heads(nn, lambda x: x.swapaxes(1, 2)), TOKENS),
         "written": (_written(nn, ops), IMAGES),
@@ -311,6 +317,7 @@ def _torch_model(torch, name):
         return _resnet(t, Residual)
 
     same = {"decoder": _decoder, "signal": _signal, "volume": _volume, "normed": _normed}
+    same |= {"sloped": _sloped}
     same |= {"square": _square, "written": lambda t: _written(t, t.functional)}
     same["heads"] = lambda t: _heads(t, lambda x: x.transpose(1, 2))
     if name in same:

@@ -19,6 +19,9 @@ LAYERS = {
     "elu alpha": (lambda t: t.ELU(0.3), TIMES),
     "softplus": (lambda t: t.Softplus(), 30 * TIMES),
     "softplus beta": (lambda t: t.Softplus(2.0, 1.5), TIMES),
+    "prelu": (lambda t: t.PReLU(), TIMES),
+    "prelu channels": (lambda t: t.PReLU(4, 0.3), IMAGES),
+    "selu": (lambda t: t.SELU(), 9 * TIMES),
     "conv3d": (lambda t: t.Conv3d(4, 6, 3), VOLUMES),
     "conv3d options": (
         lambda t: t.Conv3d(4, 6, (3, 2, 1), (2, 1, 2), (2, 0, 1), (1, 2, 1), 2, bias=False),

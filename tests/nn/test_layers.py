@@ -14,15 +14,23 @@ import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
+from nnmpi.nn import Reach
 from nnmpi.nn import mode as mode_module
+from nnmpi.nn.activation import ACTIVATIONS
 from nnmpi.nn.container import runs
 from nnmpi.nn.mode import Mode, current
+from nnmpi.nn.module import own_reach
 from nnmpi.tensor.tensor import Tensor, concatenate, maximum, stack
 from tests.nn.test_experts import by_hand
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
+
+
+def of_name(name):
+    """Return the operation of an activation's name."""
+    return getattr(ops, name.replace("-", "_"))
 
 
 def both_ways(lstm, x):
@@ -119,13 +127,15 @@ LAYERS = {
         IMAGES,
         lambda m, x: ops.layer_norm(x, m.weight, m.bias, 0.1),
     ),
-    "ReLU": (nn.ReLU, ROWS, lambda m, x: ops.relu(x)),
-    "LeakyReLU": (lambda: nn.LeakyReLU(0.2), ROWS, lambda m, x: ops.leaky_relu(x, 0.2)),
-    "GELU": (nn.GELU, ROWS, lambda m, x: ops.gelu(x)),
+    # each activation that has a name, with the defaults of the operation of that name
+    **{
+        kind.__name__: (kind, ROWS, lambda m, x, name=name: of_name(name)(x))
+        for name, kind in ACTIVATIONS.items()
+    },
+    "LeakyReLU slope": (lambda: nn.LeakyReLU(0.2), ROWS, lambda m, x: ops.leaky_relu(x, 0.2)),
     "GELU tanh": (lambda: nn.GELU("tanh"), ROWS, lambda m, x: ops.gelu(x, "tanh")),
-    "SiLU": (nn.SiLU, ROWS, lambda m, x: ops.silu(x)),
-    "Tanh": (nn.Tanh, ROWS, lambda m, x: x.tanh()),
-    "Sigmoid": (nn.Sigmoid, ROWS, lambda m, x: ops.sigmoid(x)),
+    "PReLU": (nn.PReLU, IMAGES, lambda m, x: ops.leaky_relu(x, 0.25)),
+    "PReLU channels": (lambda: nn.PReLU(4, -0.5), IMAGES, lambda m, x: ops.leaky_relu(x, -0.5)),
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
     "LogSoftmax": (lambda: nn.LogSoftmax(0), ROWS, lambda m, x: ops.log_softmax(x, 0)),
     "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
@@ -158,8 +168,8 @@ LAYERS = {
         ROWS,
         lambda m, x: ops.lstm(x[:, None], *m.parameters())[:, 0],
     ),
-    "ELU": (lambda: nn.ELU(0.5), ROWS, lambda m, x: ops.elu(x, 0.5)),
-    "Softplus": (lambda: nn.Softplus(2, 1), ROWS, lambda m, x: ops.softplus(x, 2, 1)),
+    "ELU alpha": (lambda: nn.ELU(0.5), ROWS, lambda m, x: ops.elu(x, 0.5)),
+    "Softplus beta": (lambda: nn.Softplus(2, 1), ROWS, lambda m, x: ops.softplus(x, 2, 1)),
     "Conv3d": (
         lambda: nn.Conv3d(4, 6, (1, 3, 2), 2, (0, 1, 0), 1, 2),
         IMAGES[:, None],
@@ -254,6 +264,7 @@ LAYERS = {
 }
 
 NO_LAYERS = {
+    "Reach",
     "Module",
     "Buffer",
     "Constant",
@@ -275,6 +286,35 @@ def test_a_layer_is_its_operation(name):
     y = layer(x)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y.data, expected(layer, Tensor(x)).data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_shape_after_a_layer_is_its_results(name):
+    """Or unknown; a layer that says what it needs of its input knows it."""
+    make, x, _ = LAYERS[name]
+    layer = make().initialize(seed=1)
+    shape = layer.shape_after(x.shape[1:])
+    assert shape == layer(x).shape[1:] or (shape is None and own_reach(layer) is None)
+
+
+# with parameters, of which a rank has a part or all: see tests/parallel/sharded
+FOLLOWING = [
+    name
+    for name, (make, *_) in LAYERS.items()
+    if own_reach(make()) in (Reach.ELEMENT, Reach.CHANNEL)
+    and not make().entries()
+    and name != "Flatten"
+]
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_part_of_the_channels_is_computed_alone(name):
+    """As a layer's class says: of each element also a part of the rows of an image."""
+    make, x, _ = LAYERS[name]
+    layer = make().initialize(seed=1)
+    np.testing.assert_array_equal(layer(x[..., :2]).data, layer(x).data[..., :2])
+    if own_reach(layer) is Reach.ELEMENT:
+        np.testing.assert_array_equal(layer(x[::2]).data, layer(x).data[::2])
 
 
 class Ported(nn.Module):

@@ -14,8 +14,8 @@ and `parallel.tensor`.
 To change, open:
 
     the sharding of another type of layer    `linear.PRODUCTS`, a row, for a product; otherwise a
-                                             rule and a layer in the file of its family, and a line
-                                             in FOLLOWING or RULES
+                                             what its class says of its `reach`; or a rule and a
+                                             layer in the file of its family, and a line in RULES
     the exchange of a layer's input          its rule, by the methods of `LayerContext` (context)
     the layers that are sharded, and how     a model's table (`nn.sharding`), nothing here
 """

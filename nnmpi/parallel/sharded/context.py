@@ -170,6 +170,8 @@ class LayerContext:
 
     def on_parts(self, module: Module) -> Placed:
         """Return a layer whose operations support shards themselves (see `tensor.placement`)."""
+        if self.placement.is_replicated:
+            return module, REPLICATED
         exchange = PartExchange(self.group)
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, ShardedTensor.part), self.placement

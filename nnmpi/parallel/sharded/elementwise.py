@@ -18,27 +18,37 @@ from math import prod
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import Dropout, Flatten, Softmax
+from nnmpi.nn.activation import Dropout, Flatten
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.ops.collectives import all_sum, copy
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
-from nnmpi.tensor.placement import FEATURES, Placement
+from nnmpi.tensor.placement import FEATURES, REPLICATED, Placement
 from nnmpi.tensor.tensor import Tensor
 
 
 def place_elementwise(layer: Module, context: LayerContext) -> Placed:
-    """Return the layer unchanged: it computes each element by itself, and so any part."""
-    return layer, context.placement
+    """Return the layer unchanged: it computes each element by itself, and so any part.
+
+    Parameters stay full on every rank, and the operation uses the part that its input needs.
+    """
+    return context.on_parts(layer) if layer.parameters() else (layer, context.placement)
 
 
-def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
-    """Return the layer on full activations, whatever its axis."""
-    return context.on_replicated(layer)
+def place_per_channel(layer: Module, context: LayerContext) -> Placed:
+    """Return the layer unchanged for sharded channels, on full activations for image rows."""
+    return place_whole(layer, context) if context.placement.has_rows else (layer, context.placement)
+
+
+def place_whole(layer: Module, context: LayerContext) -> Placed:
+    """Return the layer on full activations."""
+    return context.on_replicated(layer, layer.input_features())
 
 
 def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
     """Return the layer unchanged; its result is sharded like its input (see `placement`)."""
+    if context.placement.is_replicated:
+        return layer, REPLICATED
     if context.placement.has_rows:
         _, width, channels = context.sample()
         return layer, Placement(context.placement.units, width * channels, axis=FEATURES)
@@ -80,6 +90,8 @@ class RowsBatchNorm(BatchNorm):
 
 def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
     """Return the layer for its input's placement."""
+    if context.placement.is_replicated:
+        return layer, REPLICATED
     if context.placement.has_rows:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(layer.weight.size)
@@ -93,4 +105,4 @@ def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
     shape = layer.weight.shape
     if context.placement.has_rows and len(shape) < 3:
         return context.on_parts(layer)
-    return context.on_replicated(layer, shape[-1])
+    return place_whole(layer, context)

@@ -98,6 +98,9 @@ def test_groups(group, groups):
             nn.GlobalAvgPool2d(),
         ],
         lambda: [nn.LayerNorm((6, 5, 5)), nn.GlobalAvgPool2d()],
+        lambda: [nn.PReLU(5), nn.PReLU(), nn.SELU(), nn.Upsample(2), nn.AdaptiveAvgPool2d((4, 3))],
+        lambda: [nn.PReLU(5), nn.Flatten(), nn.PReLU(), nn.PReLU(150), nn.Linear(150, 3)],
+        lambda: [nn.Upsample((1, 2)), nn.Conv2d(5, 2, 3), nn.PReLU(2), nn.GlobalAvgPool2d()],
         lambda: [nn.Flatten(), nn.LayerNorm(150), nn.Dropout(0.5), nn.Softmax(), nn.Linear(150, 3)],
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
     ],
@@ -116,6 +119,41 @@ def test_on_channels_and_rows(group, sharding, layers):
     )
     kinds = {type(module).__name__ for _, module in ours.named_modules()}
     assert all(group.gather(group.size == 1 or sharding is C or "RowsConv2d" in kinds)), kinds
+
+
+class Shifted(nn.Tanh):
+    """A layer of the user's own, which inherits what another computes element by element."""
+
+    def forward(self, x):
+        """Return the difference of neighbours."""
+        return super().forward(x) - x.mean(-1, keepdims=True)
+
+
+class Cubed(nn.Module):
+    """A layer of the user's own that says what it needs of its input."""
+
+    reach = nn.Reach.ELEMENT
+
+    def __init__(self):
+        self.factor = nn.Parameter((1,), nn.Constant(0.5))
+
+    def forward(self, x):
+        """Return a multiple of the cube."""
+        return x * x * x * self.factor
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("layer", [Shifted, Cubed])
+def test_a_layer_of_ones_own_follows_what_its_own_class_says(group, layer):
+    """What a subclass inherits may be wrong for it, so it gets full inputs."""
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 7), layer(), nn.Linear(7, 3))
+
+    ours = check_equal(group, build, (4,), table={"0": C, "2": R}, rows=3, sharded_at_least=2)
+    if group.size > 1:
+        gives_parts = ours.layers[1]._after is not None
+        assert gives_parts == (layer is Cubed)
 
 
 @pytest.mark.simulated
