@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Conv2d(Module):
+class Conv2d(Module, fixed="extra_padding"):
     """2-D convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w, out_channels).
 
     The weight is stored (kernel_h, kernel_w, in_channels / groups, out_channels).
@@ -45,11 +45,15 @@ class Conv2d(Module):
     Args:
         in_channels, out_channels: the numbers of channels.
         kernel_size, stride, padding, dilation: one number, or one for rows and one for columns;
-            padding may be "same", for an output of the input's size.
+            padding may be "same", for an output of the input's size; of an even kernel, one row or
+            column more of zeros is at the end, as in PyTorch.
         groups: the number of groups of channels; groups do not mix.
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(terms in an output's sum). The
             bias is drawn by the default in any case.
+
+    Attributes:
+        extra_padding: the rows and columns of zeros at the end beyond `padding`.
 
     Example:
         >>> layer = nn.Conv2d(3, 8, kernel_size=3, padding=1).initialize(seed=0)
@@ -73,13 +77,15 @@ class Conv2d(Module):
         self.dilation = pair("dilation", dilation, 1)
         self.groups = groups
         rows, columns = pair("kernel_size", kernel_size, 1)
+        self.extra_padding = 0, 0
         if padding == "same":
-            if not rows % 2 or not columns % 2 or self.stride != (1, 1):
+            if self.stride != (1, 1):
                 raise UsageError(
-                    'padding="same" needs an odd kernel_size and a stride of 1, '
-                    f"not {kernel_size} and {stride}; give padding as numbers"
+                    f'padding="same" needs a stride of 1, not {stride}; give padding as numbers'
                 )
-            padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
+            borders = (rows - 1) * self.dilation[0], (columns - 1) * self.dilation[1]
+            padding = borders[0] // 2, borders[1] // 2
+            self.extra_padding = borders[0] % 2, borders[1] % 2
         self.padding = pair("padding", padding, 0)
         channels = in_channels, out_channels, groups
         self.weight, self.bias = _parameters("Conv2d", (rows, columns), channels, bias, init)
@@ -90,12 +96,18 @@ class Conv2d(Module):
             return None
         rows, columns, _, channels = self.weight.shape
         spec = ConvSpec((rows, columns), self.stride, self.padding, self.dilation)
-        return (*spec.pooled_size(*shape[:2]), channels)
+        more_rows, more_columns = self.extra_padding
+        return (*spec.pooled_size(shape[0] + more_rows, shape[1] + more_columns), channels)
+
+    def bordered(self, x: Tensor) -> Tensor:
+        """Return images with their extra padding."""
+        rows, columns = self.extra_padding
+        return x.pad(((0, 0), (0, rows), (0, columns), (0, 0))) if rows or columns else x
 
     def operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Any, Any, int]:
         """Return the arguments of `ops.conv2d`."""
         settings = self.stride, self.padding, self.dilation, self.groups
-        return self.product_input(x), self.weight, self.bias, *settings
+        return self.bordered(self.product_input(x)), self.weight, self.bias, *settings
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution. See `ops.conv2d`."""
@@ -124,8 +136,8 @@ class _OverTime:
 class Conv1d(_OverTime, Conv2d):
     """A convolution over time: (batch, time, in_channels) -> (batch, out_time, out_channels).
 
-    Same arguments as `Conv2d`, one number each; the weight is stored (1, kernel, in_channels /
-    groups, out_channels).
+    Same arguments as `Conv2d`, one number each, or padding="same"; the weight is stored (1, kernel,
+    in_channels / groups, out_channels).
     """
 
     def __init__(
@@ -134,13 +146,14 @@ class Conv1d(_OverTime, Conv2d):
         out_channels: int,
         kernel_size: int,
         stride: int = 1,
-        padding: int = 0,
+        padding: int | Literal["same"] = 0,
         dilation: int = 1,
         groups: int = 1,
         bias: bool = True,
     ) -> None:
-        along = (1, kernel_size), (1, stride), (0, padding), (1, dilation)
-        super().__init__(in_channels, out_channels, *along, groups, bias)
+        kernel, steps, gaps = (1, kernel_size), (1, stride), (1, dilation)
+        border: Any = padding if padding == "same" else (0, padding)
+        super().__init__(in_channels, out_channels, kernel, steps, border, gaps, groups, bias)
 
 
 class Conv3d(Module):

@@ -22,6 +22,10 @@ LAYERS = {
     "prelu": (lambda t: t.PReLU(), TIMES),
     "prelu channels": (lambda t: t.PReLU(4, 0.3), IMAGES),
     "selu": (lambda t: t.SELU(), 9 * TIMES),
+    "conv2d same": (lambda t: t.Conv2d(4, 6, 3, padding="same", dilation=2), IMAGES),
+    "conv2d same even": (
+        lambda t: t.Conv2d(4, 6, (2, 4), padding="same", dilation=(3, 1)), IMAGES
+    ),
     "conv3d": (lambda t: t.Conv3d(4, 6, 3), VOLUMES),
     "conv3d options": (
         lambda t: t.Conv3d(4, 6, (3, 2, 1), (2, 1, 2), (2, 0, 1), (1, 2, 1), 2, bias=False),
@@ -67,6 +71,7 @@ def agree(ours, theirs, dtype):
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @EACH_DTYPE
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, dtype):

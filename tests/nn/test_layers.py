@@ -195,6 +195,18 @@ LAYERS = {
         IMAGES,
         lambda m, x: ops.conv2d(x, m.weight, m.bias, 1, (2, 2), (2, 1)),
     ),
+    "Conv1d of the same size": (
+        lambda: nn.Conv1d(4, 6, 4, padding="same"),
+        SEQUENCES,
+        lambda m, x: ops.conv2d(x.pad(((0, 0), (1, 2), (0, 0)))[:, None], m.weight, m.bias)[:, 0],
+    ),
+    "Conv2d of the same size, even": (
+        lambda: nn.Conv2d(4, 6, (2, 4), padding="same", dilation=(3, 1)),
+        IMAGES,
+        lambda m, x: ops.conv2d(
+            x.pad(((0, 0), (1, 2), (1, 2), (0, 0))), m.weight, m.bias, 1, 0, (3, 1)
+        ),
+    ),
     "ConvTranspose2d": (
         lambda: nn.ConvTranspose2d(4, 6, (3, 2), 2, (1, 0), (1, 0), 2),
         IMAGES,

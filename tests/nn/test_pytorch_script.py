@@ -151,7 +151,7 @@ def test_wrong_arguments_are_refused_by_name():
         "a cell needs (batch, features)": lambda: nn.GRUCell(3, 4)(x[0]),
         "give reduction='sum' by its name": lambda: typed.nn.CrossEntropyLoss("sum"),
         "reduction 'average'": lambda: typed.nn.MSELoss("average"),
-        "odd kernel_size": lambda: typed.nn.Conv2d(1, 3, 4, padding="same"),
+        "needs a stride of 1, not 2": lambda: typed.nn.Conv2d(1, 3, 4, 2, padding="same"),
         "features cannot have 4 heads": lambda: typed.nn.CausalSelfAttention(6, 4),
         "cannot have 2 groups": lambda: typed.nn.Conv2d(3, 4, 3, groups=2),
         "stride must be": lambda: typed.nn.Conv2d(3, 4, 3, stride=0),

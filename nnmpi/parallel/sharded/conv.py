@@ -50,17 +50,19 @@ class RowWindows:
             dilation.
         stride: the number of rows from one window to the next.
         padding: the number of border rows above the image, and as many below.
+        extra: the number of border rows beyond these, below the image.
     """
 
     height: int
     reach: int
     stride: int
     padding: int
+    extra: int = 0
 
     @property
     def outputs(self) -> int:
         """The number of windows, one for each row of the full result."""
-        return out_size(self.height, self.reach, self.stride, self.padding)
+        return out_size(self.height + self.extra, self.reach, self.stride, self.padding)
 
     def owned(self, size: int, rank: int) -> range:
         """Return a rank's image rows."""
@@ -158,6 +160,11 @@ class RowsConv2d(Conv2d, fixed="stride padding dilation"):
     group: Group
     windows: RowWindows  # over the rows of a full image
 
+    def bordered(self, x: Tensor) -> Tensor:
+        """Return rows with extra columns; extra rows are in the halo."""
+        columns = self.extra_padding[1]
+        return x.pad(((0, 0), (0, 0), (0, columns), (0, 0))) if columns else x
+
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the convolution.
 
@@ -170,7 +177,7 @@ class RowsConv2d(Conv2d, fixed="stride padding dilation"):
             raise ShapeError(
                 f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}"
             )
-        with_halo = halo(x, self.group, self.windows)
+        with_halo = self.bordered(halo(x, self.group, self.windows))
         weight = copy(self.weight, self.group)
         bias = None if self.bias is None else copy(self.bias, self.group)
         # Not `conv2d`: it refuses images smaller than a window, and a rank may have no rows. `halo`
@@ -186,7 +193,8 @@ class RowsConv2d(Conv2d, fixed="stride padding dilation"):
 
 def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
     """Return the convolution of this rank's rows."""
-    windows = _windows(context, layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation)
+    over = layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation
+    windows = _windows(context, *over, layer.extra_padding)
     product_input = context.to_parts(rows(windows.height))
     conv = part_of(
         layer, RowsConv2d, product_input=product_input, group=context.group, windows=windows
@@ -200,12 +208,13 @@ def _windows(
     stride: RowsAndColumns,
     padding: RowsAndColumns,
     dilation: RowsAndColumns = (1, 1),
+    extra: RowsAndColumns = (0, 0),
 ) -> RowWindows:
     """Return the windows over image rows; refuse images smaller than one window."""
     windows = []
     for axis, unit in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
-        windows.append(RowWindows(size, reach, stride[axis], padding[axis]))
+        windows.append(RowWindows(size, reach, stride[axis], padding[axis], extra[axis]))
         if windows[axis].outputs < 1:
             raise context.error(
                 f"has windows of {reach} {unit}, which do not fit images of {size} {unit}"

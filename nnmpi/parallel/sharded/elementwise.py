@@ -32,7 +32,13 @@ def place_elementwise(layer: Module, context: LayerContext) -> Placed:
 
     Parameters stay full on every rank, and the operation uses the part that its input needs.
     """
-    return context.on_parts(layer) if layer.parameters() else (layer, context.placement)
+    placement, count = context.placement, layer.input_features()
+    if not layer.parameters():
+        return layer, placement
+    if count is not None and not (placement.is_replicated or placement.has_rows):
+        # a rank without any of the channels cannot tell how often they recur
+        context = replace(context, placement=placement.resolve(count))
+    return context.on_parts(layer)
 
 
 def place_per_channel(layer: Module, context: LayerContext) -> Placed:

@@ -60,9 +60,8 @@ class RowConv2d(Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        y = conv2d(
-            self.product_input(x), self.weight, None, self.stride, self.padding, self.dilation
-        )
+        images, weight, _, *settings = self.operands(x)
+        y = conv2d(images, weight, None, *settings)
         full = y.astype("float32") if is_low(y.dtype) else y
         return sum_over_ranks(full, self.group, self.bias).astype(y.dtype)
 

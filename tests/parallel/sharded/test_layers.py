@@ -23,6 +23,7 @@ CONVOLUTIONS = [
     {"kernel_size": (1, 3), "padding": 3, "bias": False},
     {"kernel_size": 2, "stride": 3},
     {"kernel_size": (5, 1), "padding": (2, 0)},
+    {"kernel_size": (2, 4), "padding": "same", "dilation": (3, 1)},
 ]
 
 
@@ -98,9 +99,15 @@ def test_groups(group, groups):
             nn.GlobalAvgPool2d(),
         ],
         lambda: [nn.LayerNorm((6, 5, 5)), nn.GlobalAvgPool2d()],
-        lambda: [nn.PReLU(5), nn.PReLU(), nn.SELU(), nn.Upsample(2), nn.AdaptiveAvgPool2d((4, 3))],
-        lambda: [nn.PReLU(5), nn.Flatten(), nn.PReLU(), nn.PReLU(150), nn.Linear(150, 3)],
-        lambda: [nn.Upsample((1, 2)), nn.Conv2d(5, 2, 3), nn.PReLU(2), nn.GlobalAvgPool2d()],
+        lambda: [
+            nn.PReLU(5),
+            nn.PReLU(),
+            nn.Upsample(2),
+            nn.AdaptiveAvgPool2d((4, 3)),
+            nn.GlobalAvgPool2d(),
+        ],
+        lambda: [nn.Flatten(), nn.SELU(), nn.PReLU(), nn.PReLU(150), nn.Linear(150, 3)],
+        lambda: [nn.Upsample((1, 2)), nn.Conv2d(5, 3, 3), nn.PReLU(3), nn.GlobalAvgPool2d()],
         lambda: [nn.Flatten(), nn.LayerNorm(150), nn.Dropout(0.5), nn.Softmax(), nn.Linear(150, 3)],
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
     ],
