@@ -46,7 +46,8 @@ class Activation:
         saves: what backward reads.
         onnx: an operator's name, or (x, *settings) -> the value in an ONNX file (see
             `tensor.traits.OnnxForm`); None if it has no counterpart there.
-        torch: the name of PyTorch's function in torch.nn.functional, which takes the same settings.
+        torch: the name of PyTorch's function in torch.nn.functional, which takes the same settings;
+            "" if it has none.
         torch_words: its further arguments.
         settings: with which tests try it.
         values: where it has a derivative: "any", or "nonzero" if it bends at 0.
@@ -278,4 +279,4 @@ SOFTPLUS = Activation(
     "softplus", _softplus, Saves.DERIVATIVE, _softplus_onnx, "softplus", settings=(1.5, 1.0)
 )
 
-ACTIVATIONS = (*(RELU, LEAKY_RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH, ELU, SELU, SOFTPLUS),)
+ACTIVATIONS = RELU, LEAKY_RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH, ELU, SELU, SOFTPLUS
