@@ -51,13 +51,14 @@ from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.synchrony.sync import Sync, without_server
-from nnmpi.compose.evaluation import evaluate_all
+from nnmpi.compose.evaluation import Evaluation, evaluate_all
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes
 from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, to_evaluate
 from nnmpi.data.loader import Batch
+from nnmpi.metrics.rows import find_metrics
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
@@ -520,14 +521,18 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             origin = locate_nonfinite(self.model, *self._passes.suspect(batch, step, isfinite))
             return nonfinite_message(step + 1, report.loss, origin, f"rank {self.group.rank}")
 
-    def evaluate(self, batches: Iterable[Batch]) -> Totals:
+    def evaluate(self, batches: Iterable[Batch], *, metrics: Any = ()) -> Evaluation:
         """See `Trainer.evaluate`."""
         self.model.storage.check_tree()
-        with use_precision(self.precision):
-            given, passes = map(self._checked, to_evaluate(batches)), self._passes
-            sums, check = passes.evaluated, self._check
+        passes, given = self._passes, map(self._checked, to_evaluate(batches))
+        with use_precision(self.precision), passes.measuring(find_metrics(metrics)) as measured:
             return evaluate_all(
-                self.group, given, lambda batch: passes.evaluate(batch).counts, sums, check
+                self.group,
+                given,
+                lambda batch: passes.evaluate(batch).counts,
+                passes.evaluated,
+                measured,
+                self._check,
             )
 
     def _checked(self, batch: Batch) -> Batch:

@@ -611,13 +611,15 @@ def describe(hint: Any) -> str:
         names = get_args(first)
         return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if is_list(hint):
-        return "a list of whole numbers" if get_args(hint)[0] is int else "a list of numbers"
+        items = {int: "whole numbers", float: "numbers"}
+        return f"a list of {items.get(get_args(hint)[0], 'names')}"
     return PLAIN[hint][1] if hint in PLAIN else f"a {get_origin(hint).__name__.lower()}"
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether the values of a type are lists of numbers."""
-    return get_args(kind)[:1] in ((int,), (float,))
+    """Return whether the values of a type are lists: of numbers, or of names in a table."""
+    items = get_args(kind)[:1]
+    return items in ((int,), (float,)) or any(get_origin(item) is Annotated for item in items)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -900,8 +902,13 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a type in PLAIN, a Literal or a tuple; else ValueError."""
     if is_list(kind):
-        number = get_args(kind)[0]
-        return tuple(_read_as(number, [item]) for word in words for item in word.split(","))
+        item_kind = get_args(kind)[0]
+        items = [item for word in words for item in word.split(",")]
+        if item_kind in (int, float):
+            return tuple(_read_as(item_kind, [item]) for item in items)
+        if not all(items):
+            raise ValueError(items)  # an empty name
+        return tuple(items)
     (word,) = words  # a ValueError unless there is exactly one
     choices = ("None",) if kind is type(None) else get_args(kind)
     if choices:
@@ -988,12 +995,16 @@ def _form(option: Option) -> str:
         if get_origin(kind) is Literal:
             shapes.append("|".join(get_args(kind)))
         elif kind is not type(None):
-            shapes.append(
-                f"[{PLAIN[get_args(kind)[0]][0]} ...]" if is_list(kind) else PLAIN[kind][0]
-            )
+            shapes.append(f"[{_items(kind)} ...]" if is_list(kind) else PLAIN[kind][0])
     if option.type == Switch:
         return f"{option.flag} [{shapes[0]}], {option.negation}"
     return f"{option.flag} {'|'.join(shapes)}"
+
+
+def _items(kind: Any) -> str:
+    """Return what a list holds, for its form: "INT", or the names of a table."""
+    (item, *_) = get_args(kind)
+    return PLAIN[item][0] if item in PLAIN else "|".join(item.__metadata__[0])
 
 
 def _show_default(option: Option, text: str) -> str:

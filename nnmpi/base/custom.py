@@ -73,6 +73,11 @@ def is_foreign(name: object) -> bool:
     return custom is not None and not custom.is_own
 
 
+def names_in(value: object) -> list[object]:
+    """Return the names in an option's value: those of a list, or the value itself."""
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
 def short_name(name: str) -> str:
     """Return a name for use in a folder's name: "nets/mine.py:build" -> "mine-build"."""
     custom = as_custom(name)

@@ -1,4 +1,4 @@
-"""`nnmpi evaluate`: accuracy and loss of a run on its test data, or on other data."""
+"""`nnmpi evaluate`: loss and metrics of a run on its test data, or on other data."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,43 +12,52 @@ import numpy as np
 
 from nnmpi.backend.array import Integers
 from nnmpi.base.command import check_numbers, read_command
-from nnmpi.base.errors import DataError, DivergenceError
+from nnmpi.base.errors import DataError, DivergenceError, shortened
 from nnmpi.base.files import json_text, write_atomically
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
+from nnmpi.compose.evaluation import LOGITS_BYTES, Evaluation, MetricStates, evaluate_all
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
-from nnmpi.compose.stats import Totals
+from nnmpi.compose.scalars import LOSS, SCORE, DeferredScalars
 from nnmpi.data.cells import class_key
 from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.metrics.metric import Metric, joined
+from nnmpi.metrics.rows import confusion_of, each_class, pair_classes
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.config import Config
+from nnmpi.train.config import Config, MetricNames
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.log import describe_result, measures_of
+from nnmpi.train.log import describe_asked, describe_result
+from nnmpi.train.measures import run_metrics
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
 
-LOGITS_BYTES = 2**26  # maximum bytes of logits in a rank's forward pass
+MOST_SHOWN, NAME_WIDTH = 30, 24  # classes that are printed, and letters of their names
+# its state is what the matrix counts
+CONFUSION = Metric("confusion matrix", pair_classes, len, joined)
 
 
-def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
-    """Return a run's loss and score sums on samples, and the confusion matrix. Collective.
+def evaluate(
+    run: Run, samples: Samples, batch_size: int, metrics: Sequence[Metric] = ()
+) -> Evaluation:
+    """Return a run's loss, score and metrics on samples. Collective.
 
-    The samples are sharded over the replicas. The matrix is (classes, classes), int64, with true
-    classes in rows and predicted ones in columns. It is None unless each sample has one class.
+    The samples are sharded over the replicas.
 
     Args:
         run: opened on these ranks.
         samples: must fit the model; see `match_samples`.
         batch_size: the maximum number of samples per forward pass of a replica.
+        metrics: of the result.
 
     Raises:
         DivergenceError: on all ranks, for outputs or a loss that are not finite.
+        UsageError: on all ranks, for an exception in a metric.
     """
-    signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
+    signature, mesh = run.signature, run.arrangement.mesh
     rows = max(
         1,
         min(
@@ -58,8 +67,8 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     )
     loader = Loader(
         signature.to_learn(samples),
-        rows * dp.size,
-        dp,
+        rows * mesh.dp.size,
+        mesh.dp,
         shuffle=False,
         transform=signature.normalize,
         dtype=run.config.run.dtype,
@@ -73,34 +82,33 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         else SumError(name if name in ERRORS else "mse", signature.target_std)
     )
     inference = Inference(run.arrangement, run.backend, run.config.numerics.precision)
-    result = Totals()
-    confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
-    wrong = 0
+    sums, measured, wrong = DeferredScalars(), MetricStates(metrics, loss), 0
+    counts = mesh.model.rank == 0  # all ranks of a replica have its outputs
+
+    def compute(batch: Batch) -> bool:
+        nonlocal wrong
+        if not len(batch.x):
+            return counts
+        outputs = Tensor(inference(batch.x))
+        if counts:
+            wrong += nonfinite_rows(outputs.data)
+            total = float(loss(outputs, batch.y).numpy())
+            sums.add(LOSS, total * getattr(loss, "factor", 1.0))
+            sums.add(SCORE, loss.score(outputs.data, batch.y))
+            measured.add(outputs.data, batch.on_host, counts)
+        return counts
+
     with loader.epoch(0) as batches, np.errstate(all="ignore"):  # see the checks below
-        for batch in batches:
-            result.samples += batch.global_rows
-            result.targets += batch.global_targets
-            if len(batch.x):
-                outputs = Tensor(inference(batch.x))
-                wrong += nonfinite_rows(outputs.data)
-                total = float(loss(outputs, batch.y).numpy())
-                result.loss_sum += total * getattr(loss, "factor", 1.0)
-                result.score_sum += float(loss.score(outputs.data, batch.y))
-                if confusion.size:
-                    np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
+        result = evaluate_all(run.group, batches, compute, sums, measured)
     inference.release()
-    result.loss_sum, result.score_sum, everywhere = dp.sum_floats(
-        [result.loss_sum, result.score_sum, float(wrong)]
-    )
+    (everywhere,) = run.group.sum_floats([float(wrong)])
     check_finite(result.samples, everywhere)
     if not isfinite(result.loss_sum):
         raise DivergenceError(
             f"the loss on {samples.name} is {result.loss_sum}: its targets are too far from the"
             " predictions for this number type; scale them as in training"
         )
-    if confusion.size and dp.size > 1:
-        dp.all_reduce(confusion.reshape(-1))
-    return result, confusion if confusion.size else None
+    return result
 
 
 def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
@@ -189,8 +197,12 @@ class EvaluationConfig(TableForm):
     """Part of the data set. A data set without a test part is split as in the run."""
     batch_size: int = 256
     """Maximum number of samples per forward pass of a replica."""
+    metric: MetricNames = ()
+    """Further metrics, as for the train command, beside those of the training."""
     json: bool = False
-    """Print JSON with the confusion matrix (rows: true classes; columns: predicted classes)."""
+    """Print JSON, with the confusion matrix (rows: true classes; columns: predicted classes) and
+    the metrics of each class.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "batch_size", 1)
@@ -200,7 +212,7 @@ parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, Op
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Print the loss and score of a run's model. Collective.
+    """Print the loss and metrics of a run's model. Collective.
 
     Raises:
         NnmpiError: on all ranks.
@@ -210,15 +222,23 @@ def main(words: Sequence[str], group: Group) -> None:
     train, test = load_samples(_data(run, options), group, console.say, run.signature)
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)
+        metrics = run_metrics(run.config.run, run.signature, samples, options.metric)
     for note in samples.notes if isinstance(samples, Dataset) else ():
         console.say(f"{samples.name}: {note}")
-    result, confusion = evaluate(run, samples, options.batch_size)
+    has_matrix = run.signature.predicts == "classes" and samples.targets is None
+    result = evaluate(
+        run, samples, options.batch_size, [*metrics.chosen, *[CONFUSION] * has_matrix]
+    )
     weights = opening.weights or run.folder.path
-    text = _as_json(run, weights, samples, result, confusion, options)
+    text = _as_json(run, weights, samples, result, options)
     if group.is_root and not opening.weights:  # the page shows the file as the run's own result
         with suppress(OSError):  # another user's run may be read-only
             write_atomically(run.folder.evaluation, text.encode())
-    console.finish(text if options.json else _sentence(run, weights, samples, result, options))
+    if not options.json:
+        text = _sentence(run, weights, samples, result, options)
+        asked = describe_asked(options.part, result.metrics, metrics.asked)
+        text = "\n".join([*_table(run, result), *asked, text])
+    console.finish(text)
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
@@ -246,8 +266,7 @@ def _as_json(
     run: Run,
     weights: Path,
     samples: Samples,
-    totals: Totals,
-    confusion: Integers | None,
+    result: Evaluation,
     options: EvaluationConfig,
 ) -> str:
     """Return the result as JSON."""
@@ -258,29 +277,62 @@ def _as_json(
         "data": samples.name,
         "part": options.part,
         "samples": len(samples),
-        "targets": totals.targets,
-        "loss": totals.loss,
+        "targets": result.targets,
+        "loss": result.loss,
     }
+    matrix = _confusion(run, result)
     values |= {
         name: value if isfinite(value) else None
-        for name, value in measures_of(totals, samples.variance).items()
+        for name, value in result.metrics.items()
+        if name != CONFUSION.name
     }
-    if confusion is not None:
-        values |= {"classes": run.class_names, "confusion": confusion.tolist()}
+    if matrix is not None:
+        values |= {
+            "classes": run.class_names,
+            "confusion": matrix.tolist(),
+            "each_class": {name: each.tolist() for name, each in each_class(matrix).items()},
+        }
     return json_text(values)
 
 
+def _confusion(run: Run, result: Evaluation) -> Integers | None:
+    """Return the confusion matrix, true classes in rows; None unless samples have one class."""
+    pairs = result.state_of(CONFUSION)
+    return None if pairs is None else confusion_of(pairs, run.signature.classes)
+
+
+def _table(run: Run, result: Evaluation) -> list[str]:
+    """Return precision, recall, F1 and support of each class as lines; none without classes."""
+    matrix = _confusion(run, result)
+    if matrix is None or len(matrix) > MOST_SHOWN:
+        return []
+    table = each_class(matrix)
+    names = [shortened(str(name), NAME_WIDTH) for name in run.class_names]
+    width = max(len(name) for name in (*names, "class"))
+    lines = [f"{'class':<{width}}" + "".join(f"{name:>11}" for name in table)]
+    for number, name in enumerate(names):
+        *shares, support = (values[number] for values in table.values())
+        lines.append(
+            f"{name:<{width}}"
+            + "".join(f"{share:>11.4f}" for share in shares)
+            + f"{support:>11.0f}"
+        )
+    return lines
+
+
 def _sentence(
-    run: Run, weights: Path, samples: Samples, totals: Totals, options: EvaluationConfig
+    run: Run,
+    weights: Path,
+    samples: Samples,
+    result: Evaluation,
+    options: EvaluationConfig,
 ) -> str:
-    loss, quality = describe_result(
-        totals, measures_of(totals, samples.variance), run.signature.is_tokens
-    )
+    loss, quality = describe_result(result, result.metrics, run.signature.is_tokens)
     is_classes = run.signature.predicts == "classes"
     counted = (
-        f"{totals.score_sum:.0f} of {totals.targets} right"
+        f"{result.score_sum:.0f} of {result.targets} right"
         if is_classes
-        else f"{totals.targets} samples"
+        else f"{result.targets} samples"
     )
     after = "" if run.step is None else f" after step {run.step}"
     return (

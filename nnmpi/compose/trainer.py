@@ -37,6 +37,7 @@ from nnmpi.comm.agreement import as_text
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
+from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, named_loss
 from nnmpi.compose.state import training_state
@@ -364,8 +365,18 @@ class Trainer(
         """Train on a segment, and meet; see `run`, which makes one."""
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """Return loss and score of this rank's parts of batches, summed over ranks. Collective."""
+    def evaluate(self, batches: Iterable[Batch], *, metrics: Any = ()) -> Evaluation:
+        """Return loss, score and metrics of batches, over all ranks. Collective.
+
+        Args:
+            batches: with this rank's parts.
+            metrics: one or several, the same on all ranks: names in `nnmpi.metrics.METRICS`, a
+                `Metric`, or a function (outputs, labels) -> a value of each label, whose mean it
+                is.
+
+        Raises:
+            UsageError: on all ranks, for a metric that is not for these labels.
+        """
 
     def averaged(self) -> AbstractContextManager[object]:
         """Put the weights' average, if one is kept, in their place meanwhile. Collective."""

@@ -44,7 +44,7 @@ from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.evaluation import as_many, evaluate_all, refuse_uneven
+from nnmpi.compose.evaluation import Evaluation, as_many, evaluate_all, refuse_uneven
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import (
     DEFAULT_EXCHANGE,
@@ -76,6 +76,7 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
+from nnmpi.metrics.rows import find_metrics
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient, device_coefficient
@@ -617,7 +618,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             row_elements=max(share.row_elements for share in shares.values()),
         )
 
-    def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
+    def evaluate(
+        self, batches: Iterable[Batch] | Any, y: Any = None, *, metrics: Any = ()
+    ) -> Evaluation:
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         self.model.storage.check_tree()
         if y is not None or isinstance(batches, Batch):
@@ -634,19 +637,21 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             given = to_evaluate(batches)
             if not self.arrangement.is_plain:
                 given = as_many(self.group, given)
-            totals = evaluate_all(
-                self.group,
-                (self._share_of(rows, item) for item in given),
-                evaluate,
-                self.passes.evaluated,
-                self._check,
-                self.arrangement.mesh.sp.size,
-                rows,
-            )
+            with self.passes.measuring(find_metrics(metrics)) as measured:
+                result = evaluate_all(
+                    self.group,
+                    (self._share_of(rows, item) for item in given),
+                    evaluate,
+                    self.passes.evaluated,
+                    measured,
+                    self._check,
+                    self.arrangement.mesh.sp.size,
+                    rows,
+                )
         with agreed(self.group):
             if failed:
                 raise failed[0]
-        return totals
+        return result
 
     def averaged(self) -> AbstractContextManager[None]:
         """See `Trainer.averaged`: weights as `evaluate` uses them, for an export or predictions.

@@ -38,7 +38,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
 from nnmpi.train.folder import LAST_WORDS, RunFolder, Start, code_of, read_run, resume_words
-from nnmpi.train.log import describe_measures
+from nnmpi.train.log import describe_metrics
 from nnmpi.train.metrics import checked_record
 from nnmpi.train.signature import versions
 
@@ -221,7 +221,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None, trust: str) -> 
             # (a language model has neither)
             names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
             known = {name: nan if end[name] is None else end[name] for name in names if name in end}
-            result = f", test {describe_measures(known)}" if known else ""
+            result = f", test {describe_metrics(known)}" if known else ""
             if step < total:
                 return (
                     (

@@ -19,29 +19,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nnmpi.base.command import as_words, check_known, read_command, say
 from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.base.files import OutputFile, foreign, json_text, read_json, rebuilt
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.lab.pages.page import write_page
+from nnmpi.metrics.rows import METRICS, each_class
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, read_run, read_starts
-from nnmpi.train.metrics import read_metrics, sum_staleness
+from nnmpi.train.log import describe_metrics
+from nnmpi.train.metrics import EVALUATION_FIELDS, read_metrics, sum_staleness
 
 MOST_POINTS, MOST_BARS = 500, 60
 MOST_HEIGHTS = 1_000_000  # bars of staleness, of all workers
-ACCURACY = "accuracy"
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
-PANELS = [  # title, key of the values, kinds of records
-    ("Loss", "loss", BOTH),
-    ("Perplexity", "perplexity", BOTH),
-    ("Accuracy", ACCURACY, BOTH),
-    ("Root of the mean squared error", "rmse", BOTH),
-    ("Share of the variance that is explained (R2)", "r2", BOTH),
-    ("Learning rate", "learning_rate", TRAINED),
-    ("Gradient norm", "grad_norm", TRAINED),
-]
+Panel = tuple[str, str, Mapping[str, str]]  # title, key of the values, kinds of records
 # of evaluation.json, what a page shows; without classes there is no matrix
 EVALUATION: Mapping[str, Any] = {
     "part": str,
@@ -51,7 +46,6 @@ EVALUATION: Mapping[str, Any] = {
     "classes": tuple[str, ...] | None,
     "confusion": tuple[tuple[int, ...], ...] | None,
 }
-RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
 
@@ -102,10 +96,15 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
         for name in all_options()
         if len({str(each.get(name)) for each in options}) > 1
     ]
+    panels = {
+        key: (title, key, kinds)
+        for run in runs.values()
+        for title, key, kinds in panels_of(read_metrics(RunFolder(run).metrics))
+    }
     charts = [
         {
             "title": title,
-            "accuracy": key == ACCURACY,
+            "is_share": _is_share(key),
             "lines": [
                 line | {"name": f"{name}, {line['name']}"}
                 for name, page in pages.items()
@@ -114,7 +113,7 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
                 for line in chart["lines"]
             ],
         }
-        for title, key, _ in PANELS
+        for title, key, _ in panels.values()
     ]
     return {
         "many": True,
@@ -137,13 +136,40 @@ def result(tests: Sequence[Mapping[str, Any]]) -> str:
     if not tests:
         return "not evaluated yet"
     last = tests[-1]
-    numbers = [
-        f"{name} {f'{100 * last[name]:.2f} %' if name == ACCURACY else f'{last[name]:.4g}'}"
-        for name in (ACCURACY, "perplexity", "loss")
-        if last[name] is not None
-    ]
     when = "" if last["epoch"] is None else f" after epoch {last['epoch']:.4g}"
-    return f"{', '.join(numbers)}{when}"
+    return f"{', '.join(last['shown'])}{when}"
+
+
+def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Return the curves of a run: the loss, each metric of its evaluations, rate and gradient."""
+    metrics = list(dict.fromkeys(name for record in records for name in _metrics_in(record)))
+    titles = {name: METRICS[name].title if name in METRICS else name for name in metrics}
+    return [
+        ("Loss", "loss", BOTH),
+        *((title, name, BOTH) for name, title in titles.items()),
+        ("Learning rate", "learning_rate", TRAINED),
+        ("Gradient norm", "grad_norm", TRAINED),
+    ]
+
+
+def _metrics_in(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics in a record, in their order."""
+    if record["kind"] in ("eval", "test"):
+        return [name for name in record if name not in EVALUATION_FIELDS]
+    return [name for name in record if name in METRICS]
+
+
+def _is_share(name: str) -> bool:
+    return name in METRICS and METRICS[name].is_share
+
+
+def _result(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation as the page shows it; the first number of `shown` is its headline."""
+    numbers = {name: record[name] for name in _metrics_in(record) if record[name] is not None}
+    if record.get("loss") is not None:
+        numbers["loss"] = record["loss"]
+    shown = [describe_metrics({name: value}) for name, value in numbers.items()]
+    return {name: record.get(name) for name in ("kind", "epoch", "elapsed_s")} | {"shown": shown}
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -203,8 +229,10 @@ def gather(run: Path) -> dict[str, Any]:
             other_s = 0.0
         page = {
             "head": [list(fact) for fact in starts[-1].facts] if starts else [],
-            "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
-            "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
+            "results": [_result(test) for test in tests[-2:]],
+            "charts": [
+                chart for panel in panels_of(records) if (chart := _chart(*panel, records))["lines"]
+            ],
             "names": [*PARTS.values()],
             "whose": "on rank 0" if workers == 1 else f"as a mean over {workers} workers",
             "times": times
@@ -244,6 +272,11 @@ def read_evaluation(folder: RunFolder) -> dict[str, Any]:
         lengths = {len(known["classes"] or ()), *map(len, known["confusion"] or ((),))}
         if known["confusion"] and lengths != {len(known["confusion"])}:
             raise ValueError("its confusion matrix does not have a row and a column for each class")
+        if known["confusion"]:
+            table = each_class(known["confusion"])
+            if not all(np.isfinite(values).all() for values in table.values()):
+                raise ValueError("the numbers of its confusion matrix are too large")
+            known["each_class"] = {name: values.tolist() for name, values in table.items()}
         return known
 
 
@@ -270,7 +303,7 @@ def _chart(title: str, key: str, kinds: Mapping[str, str], records: Sequence[Any
         )
     varies = any(len({value for *_, value in line["points"]}) > 1 for line in lines)
     lines = [line for line in lines if line["points"] and varies]
-    return {"title": title, "accuracy": key == ACCURACY, "lines": lines}
+    return {"title": title, "is_share": _is_share(key), "lines": lines}
 
 
 def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:

@@ -80,9 +80,11 @@ from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Mesh
 from nnmpi.compose.arrange import Arrangement, replicate
+from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.state import spread
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
+from nnmpi.metrics.metric import Metric
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import EMA, Optimizer
@@ -139,8 +141,8 @@ class RunState:
         epoch, batch: the epoch of the next batch, from 0, and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best, best_step: accuracy (for tokens and quantities the loss) and step of the best
-            evaluation so far; 0 for none.
+        best, best_step: the metric that decides (see `RunMetrics.best_by`), and the step of the
+            best evaluation so far; 0 for none.
         elapsed_s: seconds of training, evaluation and saving, over all starts of the run.
         samples: rows of the training set, on which `batch` depends.
         data: a hash of the data, see `Inputs.identity`.
@@ -167,10 +169,19 @@ class RunState:
         """Begin the next epoch."""
         self.epoch, self.batch, self.in_epoch = self.epoch + 1, 0, Totals()
 
-    def after_evaluation(self, report: Totals, by_loss: bool, gain: float) -> RunState:
-        """Return the state with this evaluation of its weights as the best if it gains more."""
-        value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
-        better = isfinite(value) and (not self.best_step or sign * (value - self.best) > gain)
+    def after_evaluation(self, report: Evaluation, by: Metric | None, gain: float) -> RunState:
+        """Return the state with this evaluation of its weights as the best if it gains more.
+
+        Args:
+            report: the evaluation.
+            by: the metric that decides; None for the loss.
+            gain: by how much it must beat the best one.
+        """
+        value = report.loss if by is None else report.metrics[by.name]
+        improvement = value - self.best
+        if by is None or not by.higher_is_better:
+            improvement = -improvement
+        better = isfinite(value) and (not self.best_step or improvement > gain)
         return replace(self, best=value, best_step=self.step) if better else self
 
     @classmethod

@@ -58,7 +58,7 @@ RANKS = ("--ranks", "-n")
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context
 dataset target tokenizer text_columns text_samples test_fraction normalize partition batch_size
-optimizer loss class_weights dtype seed sum compress
+optimizer loss class_weights dtype seed sum compress best_by
 """
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
 from nnmpi.base.command import (
     Option,
@@ -41,12 +41,14 @@ from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_layout
 from nnmpi.compose.losses import CROSS_ENTROPY, LossName
 from nnmpi.data.transform import AUGMENTATIONS
+from nnmpi.metrics.rows import METRICS
 from nnmpi.nn.activation import ActivationName
 from nnmpi.optim.updates import OptimizerName, count_state, is_elementwise, taking
 
 T = TypeVar("T")
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
+MetricNames: TypeAlias = tuple[Annotated[str, (*METRICS, "FILE.py:NAME")], ...]
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
 LAYERS = 10_000  # more would be built for minutes, until memory ends
@@ -469,11 +471,20 @@ class RunConfig:
     """Write a trace of every rank's first 20 steps to trace.json.gz in the run's folder, for
     ui.perfetto.dev. On a CUDA device it shows when the host launched the work.
     """
+    metric: MetricNames = ()
+    """Further metrics of each evaluation: NAME,NAME. recall:CLASS, and the like: of one class, by
+    its name or number. FILE.py:NAME: your own function (outputs, labels) that returns a value of
+    each label, or an nnmpi.metrics.Metric.
+    """
+    best_by: str | None = None
+    """The metric, as for --metric, or loss, by which --keep-best and --early-stopping compare
+    evaluations (default: accuracy; the loss of tokens and quantities).
+    """
     keep_best: bool = False
     """Also save after each evaluation that beats all earlier ones, and keep that checkpoint."""
     early_stopping: int | None = None
-    """Stop after this many evaluations, see --eval-every, of which none has beaten the best one, in
-    accuracy, or in the loss of tokens and quantities. The best weights are kept as by --keep-best.
+    """Stop after this many evaluations, see --eval-every, of which none has beaten the best one by
+    --best-by. The best weights are kept as by --keep-best.
     """
     least_gain: float = 0.0
     """By how much an evaluation must beat the best one, such as 0.001 for 0.1 % of accuracy."""

@@ -34,7 +34,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from nnmpi.base.custom import is_foreign, short_name
+from nnmpi.base.custom import is_foreign, names_in, short_name
 from nnmpi.base.errors import DISK, CheckpointError, NnmpiError, UsageError, raised_as
 from nnmpi.base.files import (
     LOCK_FILE,
@@ -417,9 +417,10 @@ def resume_words(folder: Path, ranks: int = 1) -> str:
 def code_of(options: Mapping[str, Any]) -> str:
     """Return the options of a run that name code outside of nnmpi: "--model net.py:build"."""
     return ", ".join(
-        f"{all_options()[name].flag} {value}"
+        f"{all_options()[name].flag} {item}"
         for name, value in options.items()
-        if is_foreign(value)
+        for item in names_in(value)
+        if is_foreign(item)
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.random import stream
 from nnmpi.base.command import as_words, check_numbers, flag_of, non_defaults, require
-from nnmpi.base.custom import call_custom, custom_file, is_custom
+from nnmpi.base.custom import call_custom, custom_file, is_custom, names_in
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
@@ -54,11 +55,6 @@ class Inputs:
     train_loader: Loader
     test_loader: Loader
     signature: ModelSignature
-
-    @property
-    def best_by_loss(self) -> bool:
-        """Whether the best evaluation is that of the lowest loss, not of the highest accuracy."""
-        return self.train.is_tokens or self.signature.predicts == "quantities"
 
     @property
     def identity(self) -> str:
@@ -292,7 +288,8 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     package = (
         file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz")
     )
-    custom = {file for value in flatten(config).values() if (file := custom_file(value))}
+    named = chain.from_iterable(map(names_in, flatten(config).values()))
+    custom = {file for name in named if (file := custom_file(name))}
     for file in [*sorted(package), *sorted(custom)]:
         program.update(file.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"

@@ -7,47 +7,63 @@ To log another number per step: add it to `compose.stats.Totals` if it is a sum 
 `Trainer.details`; write it in `Reporter.steps`; explain it in metrics.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
+from textwrap import wrap
 from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.command import Console
 from nnmpi.base.units import format_duration, format_seconds
+from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import PARTS, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport
+from nnmpi.metrics.metric import Metric
+from nnmpi.metrics.rows import METRICS
 from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
 
+WIDTH = 78  # of lines of metrics
+# what stands in an epoch's line
+USUAL = frozenset(name for name, row in METRICS.items() if row.default_for)
 TRAFFIC = ("comm_bytes", "comm_calls")
 # Between two reports of progress within an epoch: on a terminal, and in a log.
 SHOW_EVERY_S, LOG_EVERY_S = 0.5, 60.0
 
 
-def percent(share: float) -> str:
-    """Return a fraction as a percentage with two decimals: 0.98056 -> 98.06 %."""
-    return f"{100 * share:.2f} %"
+def describe_metrics(values: Mapping[str, float], known: Iterable[Metric] = ()) -> str:
+    """Return metrics as text: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312".
+
+    Args:
+        values: by name.
+        known: those of the user's own, which say how they are written.
+    """
+    rows = METRICS | {metric.name: metric for metric in known}
+    return ", ".join(
+        rows[name].text(value) if name in rows else f"{name} {value:.4g}"
+        for name, value in values.items()
+    )
 
 
-def describe_measures(measures: Mapping[str, float]) -> str:
-    """Return measures as text: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
-    if "accuracy" in measures:
-        return f"accuracy {percent(measures['accuracy'])}"
-    return f"RMSE {measures['rmse']:.4g}, R2 {measures['r2']:.4f}"
+def describe_result(totals: Totals, values: Mapping[str, float], tokens: bool) -> tuple[str, str]:
+    """Return two texts: the loss (for tokens with the perplexity), and accuracy, or RMSE and R2."""
+    perplexity = values.get("perplexity", totals.perplexity)
+    extra = f", perplexity {perplexity:.4g}" if tokens else ""
+    usual = {name: values[name] for name in values if name in USUAL and name != "perplexity"}
+    return f"loss {totals.loss:.4f}{extra}", describe_metrics(usual)
 
 
-def measures_of(totals: Totals, variance: float | None) -> dict[str, float]:
-    """Return the quality measures besides the loss: accuracy, or RMSE and R2 of quantities."""
-    if variance is None:
-        return {"accuracy": totals.accuracy}
-    return {"rmse": totals.rmse, "r2": r2(totals.score, variance)}
+def describe_asked(part: str, values: Mapping[str, float], asked: Sequence[Metric]) -> list[str]:
+    """Return lines of the metrics that evaluations have only if they are asked for.
 
-
-def describe_result(totals: Totals, measures: Mapping[str, float], tokens: bool) -> tuple[str, str]:
-    """Return two texts: the loss (for tokens with the perplexity), and the measures."""
-    extra = f", perplexity {totals.perplexity:.4g}" if tokens else ""
-    return f"loss {totals.loss:.4f}{extra}", describe_measures(measures)
+    Args:
+        part: of the data, in front.
+        values: by name.
+        asked: the metrics that were asked for.
+    """
+    chosen = {metric.name: values[metric.name] for metric in asked}
+    return wrap(f"{part} {describe_metrics(chosen, asked)}", WIDTH) if asked else []
 
 
 def compare_hosts(window: Totals, hosts: int) -> str:
@@ -95,6 +111,7 @@ class Reporter:
         self._extent, self._console, self._recorder = run.extent, console, recorder
         self._tokens = run.inputs.train.is_tokens  # adds perplexity and tokens per second
         self._inputs, self._options = run.inputs, run.config.run
+        self._metrics = run.metrics
         self._began = clock.now(), run.step or 0
         self.due_s = self._log_s = 0.0  # earliest times of the next line of progress
         self._wait()
@@ -121,7 +138,7 @@ class Reporter:
             state,
             {
                 "loss": window.loss,
-                **self.measures(window),
+                **self._metrics_of(window),
                 "learning_rate": lr,
                 "grad_norm": norm if isfinite(norm) else None,
                 "elapsed_s": state.elapsed_s,
@@ -132,7 +149,8 @@ class Reporter:
                     for part in (*PARTS, "hidden_s", *TRAFFIC)
                 },
                 "predicted_sync_s": window.predicted_step_s,
-                **self._of_tokens(window, window.targets_per_second),
+                **({"perplexity": window.perplexity} if self._tokens else {}),
+                **self._token_rate(window.targets_per_second),
                 **more,
             },
         )
@@ -154,34 +172,41 @@ class Reporter:
 
     def result(self, totals: Totals, prefix: str = "") -> str:
         """Return loss and measures as text, see `describe_result`."""
-        result = describe_result(totals, self.measures(totals), self._tokens)
+        result = describe_result(totals, self._metrics_of(totals), self._tokens)
         return ", ".join(f"{prefix}{item}" for item in result)
 
-    def measures(self, totals: Totals) -> dict[str, float]:
-        """Return the quality measures besides the loss: accuracy, or RMSE and R2 of quantities."""
-        # totals of an evaluation have no steps
-        samples = self._inputs.train if totals.steps else self._inputs.test
-        return measures_of(totals, samples.variance)
+    def _metrics_of(self, totals: Totals) -> dict[str, float]:
+        """Return an evaluation's metrics; of steps, accuracy, or RMSE and R2, by their score."""
+        if isinstance(totals, Evaluation):
+            return totals.metrics
+        variance = self._inputs.train.variance
+        if variance is None:
+            return {"accuracy": totals.accuracy}
+        return {"rmse": totals.rmse, "r2": r2(totals.score, variance)}
+
+    def asked(self, report: Evaluation) -> list[str]:
+        """Return lines of the metrics that were asked for."""
+        return describe_asked("test", report.metrics, self._metrics.asked)
 
     def _rate(self, totals: Totals) -> str:
         if self._tokens:
             return f"{totals.targets_per_second:.0f} tokens/s"
         return f"{totals.samples_per_second:.0f} samples/s"
 
-    def _of_tokens(self, totals: Totals, per_second: float | None) -> dict[str, float | None]:
-        if not self._tokens:
-            return {}
-        return {"perplexity": totals.perplexity, "tokens_per_second": per_second}
+    def _token_rate(self, per_second: float | None) -> dict[str, float | None]:
+        return {"tokens_per_second": per_second} if self._tokens else {}
 
     def epoch(
         self,
         number: int,
         totals: Totals,
-        report: Totals | None,
+        report: Evaluation | None,
         more: Sequence[str] = (),
         suffix: str = "",
     ) -> None:
         """Print an epoch, or the last one's part, in a line of at most 100 columns.
+
+        The metrics that were asked for come in a line below.
 
         Args:
             number: of the epoch, from 1.
@@ -191,7 +216,8 @@ class Reporter:
             suffix: of the line of times, on their averaging.
         """
         trained = self.result(totals)
-        if report is not None and self._inputs.best_by_loss:  # the test's measures need the room
+        has_wide = self._tokens or self._inputs.train.variance is not None
+        if report is not None and has_wide:  # the test's metrics need the room
             trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
@@ -200,20 +226,23 @@ class Reporter:
         self._console.say(
             f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}"
         )
+        if report is not None:
+            self._console.say(*(f"  {line}" for line in self.asked(report)))
         if self._options.verbose:
             self._console.say(f"  {totals.breakdown(suffix)}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._wait()
 
-    def between(self, state: RunState, report: Totals) -> None:
+    def between(self, state: RunState, report: Evaluation) -> None:
         """Print an evaluation within an epoch."""
         self._console.say(
-            f"{self._at(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s"
+            f"{self._at(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s",
+            *(f"  {line}" for line in self.asked(report)),
         )
         self._wait()
 
-    def best(self, state: RunState, report: Totals) -> str:
+    def best(self, state: RunState, report: Evaluation) -> str:
         """Return the best evaluation as text; "" if the last one is the only one.
 
         Where the best weights are kept, it is the one that has them: at --stop-after that is not
@@ -221,16 +250,16 @@ class Reporter:
         """
         if not state.best_step:
             return ""
-        by_loss, gain = self._inputs.best_by_loss, self._options.least_gain
+        by = self._metrics.best_by
         if not self._options.keeps_best:
-            state = state.after_evaluation(report, by_loss, gain)
+            state = state.after_evaluation(report, by, self._options.least_gain)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
-        if self._inputs.train.variance is not None:
-            return f"; {when} with loss {state.best:.4f}"
-        return f"; {when} with " + (
-            f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best)
-        )
+        if by is not None:
+            return f"; {when} with {by.text(state.best)}"
+        if self._tokens:
+            return f"; {when} with perplexity {perplexity(state.best):.4g}"
+        return f"; {when} with loss {state.best:.4f}"
 
     def _at(self, state: RunState) -> str:
         return f"  step {state.step}/{self._extent.steps}, epoch {self._extent.passes(state):.2f}"
@@ -270,13 +299,13 @@ class Reporter:
                 f" of {gradients:,} gradients"
             )
 
-    def evaluation(self, kind: str, state: RunState, report: Totals) -> None:
+    def evaluation(self, kind: str, state: RunState, report: Evaluation) -> None:
         """Record an evaluation.
 
         Args:
             kind: "eval" during the run, "test" at its end.
             state: of the evaluated weights.
-            report: loss, score and time over the test data.
+            report: loss, metrics and time over the test data.
         """
         # no rate without a time: simulated ranks may compute in none
         per_s = 1 / report.wall_s if report.wall_s else None
@@ -285,12 +314,12 @@ class Reporter:
             state,
             {
                 "loss": report.loss,
-                **self.measures(report),
+                **report.metrics,
                 "elapsed_s": state.elapsed_s,
                 "runtime": report.wall_s,
                 "samples_per_second": per_s and report.samples * per_s,
                 "steps_per_second": per_s and self._extent.test_batches * per_s,
-                **self._of_tokens(report, per_s and report.targets * per_s),
+                **self._token_rate(per_s and report.targets * per_s),
             },
         )
 

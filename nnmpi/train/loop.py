@@ -51,6 +51,7 @@ from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
+from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
@@ -176,7 +177,7 @@ class Loop:
     ) -> None:
         self.state = state
         self.reporter = reporter
-        self.report = Totals()
+        self.report = Evaluation()
         self.stopped = ""
         self._run, self._trainer = run, run.trainer
         self._recorder = recorder
@@ -186,7 +187,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s  # as if the run had never been interrupted
-        self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
+        self._evaluated: tuple[int, Evaluation] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
@@ -345,7 +346,7 @@ class Loop:
             self._save()
         self._obey(number)
 
-    def _evaluate_if_due(self, ends_epoch: bool) -> Totals | None:
+    def _evaluate_if_due(self, ends_epoch: bool) -> Evaluation | None:
         """Return the evaluation after this segment; None if none is due. Collective."""
         every = self._run.config.run.eval_every
         is_epoch_due = ends_epoch and is_due(self.state.epoch + 1, every.epochs)
@@ -357,7 +358,7 @@ class Loop:
         self._lose_patience()
         return report
 
-    def _is_kept(self, report: Totals | None) -> bool:
+    def _is_kept(self, report: Evaluation | None) -> bool:
         """Return whether these weights are kept as the best so far, by this evaluation of them."""
         is_best = report is not None and self.state.best_step == self.state.step
         return is_best and self._run.config.run.keeps_best
@@ -381,7 +382,7 @@ class Loop:
         if number == WOKEN:
             self._signals.forget_waking()
 
-    def _end_epoch(self, report: Totals | None) -> None:
+    def _end_epoch(self, report: Evaluation | None) -> None:
         """Report the epoch, with its evaluation if there was one. Collective."""
         totals, suffix = self._over_ranks(self.state.in_epoch)
         number = self.state.epoch + 1
@@ -417,11 +418,11 @@ class Loop:
                 text += f", the slowest is rank {slowest}: {most_ms} ms of computing"
         return replace(totals, **means), text
 
-    def _with_best(self, report: Totals) -> RunState:
+    def _with_best(self, report: Evaluation) -> RunState:
         gain = self._run.config.run.least_gain
-        return self.state.after_evaluation(report, self._run.inputs.best_by_loss, gain)
+        return self.state.after_evaluation(report, self._run.metrics.best_by, gain)
 
-    def _evaluate(self) -> Totals:
+    def _evaluate(self) -> Evaluation:
         """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
             loader = self._run.inputs.test_loader
@@ -429,7 +430,10 @@ class Loop:
             if loader.is_small and not self._tests:
                 self._tests = list(epoch())
             with nullcontext(self._tests) if loader.is_small else epoch() as batches:
-                self._evaluated = self.state.step, self._trainer.evaluate(batches)
+                self._evaluated = (
+                    self.state.step,
+                    self._trainer.evaluate(batches, metrics=self._run.metrics.chosen),
+                )
         return self._evaluated[1]
 
     def _is_saving_due(self, ends_epoch: bool) -> bool:
@@ -754,7 +758,6 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     with run.trainer.averaged():
         weights = run.trainer.state()[0].to_dict() if is_gpt else {}
     last_steps = group.gather(loop.state.step)
-    measures = loop.reporter.measures(loop.report)
 
     def write() -> None:
         saved = (
@@ -765,11 +768,11 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
         ):
             if is_gpt:
                 _save_gpt(run, weights)
-            write_json(folder.finished, _proof(run, loop, measures, len(last_steps)))
+            write_json(folder.finished, _proof(run, loop, len(last_steps)))
 
     on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends
-    console.say(*_last_lines(run, loop, measures))
+    console.say(*_last_lines(run, loop))
 
 
 def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:
@@ -781,9 +784,7 @@ def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:
         tokenizer.save(folder)
 
 
-def _proof(
-    run: TrainingRun, loop: Loop, measures: Mapping[str, float], ranks: int
-) -> dict[str, Any]:
+def _proof(run: TrainingRun, loop: Loop, ranks: int) -> dict[str, Any]:
     """Return what finished.json says."""
     stored = read_json(candidates(run.folder.checkpoints)[0] / STATE_FILE)
     proof: dict[str, Any] = {
@@ -793,25 +794,26 @@ def _proof(
     }
     if loop.stopped:
         proof["stopped"] = loop.stopped
-    for name, value in {"loss": loop.report.loss, "accuracy": nan, **measures}.items():
+    for name, value in {"loss": loop.report.loss, "accuracy": nan, **loop.report.metrics}.items():
         proof[name] = value if isfinite(value) else None
     proof["weights_sha256"] = stored["files"][MODEL_FILE]["sha256"]
     return proof
 
 
-def _last_lines(run: TrainingRun, loop: Loop, measures: Mapping[str, float]) -> list[str]:
+def _last_lines(run: TrainingRun, loop: Loop) -> list[str]:
     """Return the summary of a run that has ended."""
-    state, lines = loop.state, list[str]()
-    loss, quality = describe_result(loop.report, measures, run.inputs.train.is_tokens)
+    state, report, lines = loop.state, loop.report, list[str]()
+    loss, quality = describe_result(report, report.metrics, run.inputs.train.is_tokens)
     is_final = state.step >= run.extent.steps
     if not is_final and loop.stopped:
         lines.append(f"stopped after {state.step} of {run.extent.steps} steps, {loop.stopped}")
     elif not is_final:
         lines.append(_how_to_continue(run))
     weights = f"the {'final' if is_final else 'present'} weights"
-    best = loop.reporter.best(state, loop.report)
+    best = loop.reporter.best(state, report)
     duration = f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}"
     lines.append(f"test {quality} ({loss}) with {weights}{best}")
+    lines.extend(loop.reporter.asked(report))
     lines.append(f"{duration}; weights and metrics are in {run.folder.path}")
     if run.backend.is_device:
         lines.append(f"memory of the device: {run.backend.memory()}")

@@ -51,6 +51,8 @@ For quantities, train, eval and test records have "rmse" and "r2" in place of "a
 mean squared error, and the explained share of the variance of all training (or test) targets. They
 and the loss are in the units of the data, also where the model learns normalized targets.
 
+Eval and test records have each metric of --metric and --best-by, too, under its name.
+
 For tokens, loss and accuracy are means over tokens without padding, and train, eval and test
 records have "perplexity", exp(loss), and "tokens_per_second".
 
@@ -84,6 +86,13 @@ from nnmpi.compose.stats import Staleness
 from nnmpi.train.folder import RunFolder
 
 RUN_STALENESS = "staleness_run"
+# of eval and test records; all else in them are metrics
+EVALUATION_FIELDS = frozenset(
+    {
+        *("kind", "global_step", "epoch", "loss", "elapsed_s", "time", "runtime"),
+        *("samples_per_second", "steps_per_second", "tokens_per_second"),
+    }
+)
 AT_THE_END = ("test", RUN_STALENESS)
 _TYPES = {"kind": str, "global_step": int}  # of what each record has
 

@@ -65,6 +65,7 @@ from nnmpi.train.config import (
 from nnmpi.train.derived import attention_of, find_layout
 from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
+from nnmpi.train.measures import RunMetrics, run_metrics
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
 
 ONE_RANK = Layout(1, 1, 1)
@@ -232,6 +233,7 @@ class TrainingRun(Run):
 
     Attributes:
         inputs: the data sets, and this rank's loaders.
+        metrics: of its evaluations.
         trainer: of the model, with its optimizer.
         schedule: the learning rate as a function of the step.
         extent: the run's length.
@@ -239,6 +241,7 @@ class TrainingRun(Run):
     """
 
     inputs: Inputs
+    metrics: RunMetrics
     trainer: Trainer
     schedule: RateSchedule
     extent: Extent
@@ -292,6 +295,7 @@ def set_up(
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent)
+        metrics = run_metrics(config.run, inputs.signature, inputs.test)
     if group.size > 1 and not config.sync.asynchronous:
         group.fit = find_fit(group)
     cuts = None if last is None else last.cuts(mesh, layout.stages_per_rank)
@@ -315,6 +319,7 @@ def set_up(
         arrangement=trainer.arrangement,
         step=0 if last is None else last.values["step"],
         inputs=inputs,
+        metrics=metrics,
         trainer=trainer,
         schedule=schedule,
         extent=extent,

@@ -4,7 +4,7 @@
 LAYERS = (
     frozenset({"base"}),
     frozenset({"backend"}),
-    frozenset({"tensor", "comm", "optim", "data"}),
+    frozenset({"tensor", "comm", "optim", "data", "metrics"}),
     frozenset({"schedule"}),  # whose command prices messages as comm's do
     frozenset({"ops"}),
     frozenset({"nn"}),

@@ -290,8 +290,8 @@ def refers(tree, words):
     are no path at all.
     """
     module, names = PACKAGE, re.split("[./]", words.removesuffix(".py"))
-    if f"{module}.{names[0]}" not in tree.modules or names[-1] == "csv":
-        # a user's train.csv is no module
+    if f"{module}.{names[0]}" not in tree.modules or names[-1] in ("csv", "jsonl"):
+        # a user's train.csv is no module, nor is a run's metrics.jsonl
         return True
     while names and f"{module}.{names[0]}" in tree.modules:
         module = f"{module}.{names.pop(0)}"

@@ -13,8 +13,9 @@ import pytest
 from nnmpi import Group
 from nnmpi.base.command import Console
 from nnmpi.compose.stats import Totals
+from nnmpi.metrics import Metric
 from nnmpi.train.cli import main
-from nnmpi.train.log import compare_hosts, percent
+from nnmpi.train.log import compare_hosts, describe_metrics
 from tests.harness.commands import on_ranks
 from tests.harness.job import mpirun, run
 
@@ -49,8 +50,13 @@ def test_a_stream_without_all_letters_gets_the_others():
     assert bytes_.getvalue() == b"\xe9 \\U0001f600\nb\n"
 
 
-def test_percent():
-    assert percent(0.98056) == "98.06 %"
+def test_metrics_are_written_with_their_labels():
+    """Those of a user's own as they are called, by the Metric that says more, if it is known."""
+    values = {"accuracy": 0.98056, "rmse": 0.42, "r2": 0.93124, "f1": float("nan"), "odd": 0.5}
+    text = "accuracy 98.06 %, RMSE 0.42, R2 0.9312, F1 nan, odd 0.5"
+    assert describe_metrics(values) == text
+    odd = Metric("odd", len, len, is_share=True)
+    assert describe_metrics(values, [odd]) == text.replace("odd 0.5", "odd 50.00 %")
 
 
 def shell(command, end=""):

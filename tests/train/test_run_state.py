@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, replace
 from math import inf
 
+from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import Totals
+from nnmpi.metrics import METRICS
 from nnmpi.train.checkpoint import Extent, RunState
 
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
@@ -24,17 +26,19 @@ def test_steps_are_counted_and_summed_up_until_an_epoch_ends():
 
 
 def test_the_first_of_the_best_evaluations_counts():
-    """Of classes the highest accuracy, of tokens the lowest loss; one that is not finite is never
-    the best.
+    """Of the accuracy the highest, of the loss and of errors the lowest; one that is not finite is
+    never the best.
     """
-    for by_loss, best in ((False, (0.7, 2)), (True, (1.5, 3))):
+    accuracy, mae = METRICS["accuracy"], METRICS["mae"]
+    for by, best in ((accuracy, (0.7, 2)), (None, (1.5, 3)), (mae, (1.5, 3))):
         state = RunState()
-        for step, accuracy, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
-            report = Totals(targets=1, loss_sum=loss, score_sum=accuracy)
-            state = replace(state, step=step).after_evaluation(report, by_loss, 0.0)
+        for step, share, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
+            metrics = {"accuracy": share, "mae": loss}
+            report = Evaluation(targets=1, loss_sum=loss, metrics=metrics)
+            state = replace(state, step=step).after_evaluation(report, by, 0.0)
         assert (state.best, state.best_step) == best
-    report = Totals(targets=1, loss_sum=1.0)
-    assert RunState(step=1).after_evaluation(report, False, 0.0).best_step == 1
+    report = Evaluation(metrics={"accuracy": 0.0})
+    assert RunState(step=1).after_evaluation(report, accuracy, 0.0).best_step == 1
 
 
 def test_json_keeps_every_bit():

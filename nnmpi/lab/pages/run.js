@@ -1,5 +1,6 @@
-// DATA: {head: [[name, text]], results, times: {part: seconds}, memory: {kind: bytes}, evaluation,
-//   charts: [{title, accuracy, lines: [{name, points: [[step, seconds, value]]}]}],
+// DATA: {head: [[name, text]], times: {part: seconds}, memory: {kind: bytes}, evaluation,
+//   results: [{kind, epoch, elapsed_s, shown: [text]}],
+//   charts: [{title, is_share, lines: [{name, points: [[step, seconds, value]]}]}],
 //   options: [[option, value]], commands; of several runs many is true, head has their results,
 //   and options a value for each;
 //   names: of a step's parts, whose: the times are, parts: [[step, seconds of each]],
@@ -76,12 +77,12 @@ function curves(grid, title, lines, along, options = {}) {
 
 const percent = (share) => `${Number((100 * share).toPrecision(5))} %`;
 
-// Return accuracies as 1 / error, whose logarithm grows with each error less: 97 and 99 % are far
+// Return shares as 1 / error, whose logarithm grows with each error less: 97 and 99 % are far
 // apart. A perfect one is drawn as half of the least error.
 function byErrors(lines, along) {
   const errors = lines.flatMap((line) => line.points.map((point) => 1 - point[1]));
   const least = Math.min(1, ...errors.filter((error) => error > 0)) / 2;
-  const value = (accuracy) => 1 / Math.max(1 - accuracy, least);
+  const value = (share) => 1 / Math.max(1 - share, least);
   const all = errors.map((error) => value(1 - error));
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const round = [1, 10, 100, 1000, 10000].flatMap((n) => [n, 2 * n, 5 * n]);
@@ -95,6 +96,28 @@ function byErrors(lines, along) {
       words: ({ name }, [x, , a]) => `${name}: ${percent(a)}, ${number(x)} ${along}`,
     },
   ];
+}
+
+// Return the table of each class's metrics.
+function classesOf({ classes, each_class }) {
+  const names = Object.keys(each_class);
+  return el(
+    "div",
+    { class: "wide" },
+    el(
+      "table",
+      {},
+      el("tr", {}, ...["class", ...names].map((name) => el("th", {}, name))),
+      ...classes.map((name, i) =>
+        el(
+          "tr",
+          {},
+          el("th", {}, name),
+          ...names.map((item) => el("td", { class: "number" }, number(each_class[item][i]))),
+        ),
+      ),
+    ),
+  );
 }
 
 // Return the table of a confusion matrix: true classes in rows, predicted ones in columns.
@@ -181,22 +204,16 @@ function show() {
   const all = Object.values(DATA.times).reduce((sum, item) => sum + item, 0);
   const { peak, ...memory } = DATA.memory;
   const grid = el("div", { class: "cards", style: "margin-bottom:1rem" });
-  const known = (item) =>
-    [
-      item.accuracy === null ? "" : `accuracy ${(100 * item.accuracy).toFixed(2)} %`,
-      item.perplexity === null ? "" : `perplexity ${number(item.perplexity)}`,
-      `loss ${number(item.loss)}`,
-    ].filter(Boolean);
   const [last, ...earlier] = DATA.results.toReversed();
   const said = (item) =>
     `${item.kind === "test" ? "at the end" : `after epoch ${number(item.epoch)}`}, ` +
     `${seconds(item.elapsed_s)}`;
   PAGE.replaceChildren(
-    ...(last ? [el("h2", { class: "result" }, `test ${known(last)[0]}`)] : []),
-    ...(last ? [el("p", { class: "soft" }, [...known(last).slice(1), said(last)].join(", "))] : []),
+    ...(last ? [el("h2", { class: "result" }, `test ${last.shown[0] ?? ""}`)] : []),
+    ...(last ? [el("p", { class: "soft" }, [...last.shown.slice(1), said(last)].join(", "))] : []),
     ...earlier
-      .filter((item) => item.loss !== last.loss)
-      .map((item) => el("p", { class: "soft" }, `${said(item)}: test ${known(item).join(", ")}`)),
+      .filter((item) => item.shown.join() !== last.shown.join())
+      .map((item) => el("p", { class: "soft" }, `${said(item)}: test ${item.shown.join(", ")}`)),
     ...(DATA.charts.length
       ? [
           el(
@@ -246,7 +263,7 @@ function show() {
         .map(([step, elapsed, value]) => [along === "steps" ? step : elapsed, value])
         .filter(([x]) => x !== null),
     }));
-    const [drawn, options] = item.accuracy ? byErrors(lines, along) : [lines, {}];
+    const [drawn, options] = item.is_share ? byErrors(lines, along) : [lines, {}];
     curves(grid, item.title, drawn, along, options);
   }
   if (heights.length) {
@@ -266,6 +283,7 @@ function show() {
       card(
         `Confusion: ${samples} ${part} samples of ${data}, after step ${step}`,
         confusionOf(DATA.evaluation),
+        classesOf(DATA.evaluation),
       ),
     );
   if (DATA.head.length) PAGE.append(card(`The run${DATA.many ? "s" : ""}`, el("div", { class: "wide" }, rows(DATA.head))));
