@@ -16,9 +16,10 @@ from tests.worker_options import grouped
 # none.
 SEGMENTS = ((0, 0, 4), (0, 4, BATCHES), (1, 0, 1), (1, 1, BATCHES))
 
-FEW = {"staleness": 1, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}  # of settings
+# settings with which something happens in a few steps; 1 for any other
+FEW = {"local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
 EVERY_MODE = tuple(
-    Sync(name, **{setting: FEW[setting] for setting in row.settings})
+    Sync(name, **{setting: FEW.get(setting, 1) for setting in row.settings})
     for name, row in MODES.items()
     if row.combines != "all-reduce"
 )

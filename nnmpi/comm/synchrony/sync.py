@@ -26,7 +26,7 @@ class Mode:
     """A mode of synchrony; all that lists or compares modes reads these.
 
     Attributes:
-        text: for the head of a run, which `Sync.describe` fills in.
+        text: for the head of a run; in braces `mode`, its name, and what `sync` has, its settings.
         help: when its ranks wait, for the help of options.
         combines: how ranks come together: by an all-reduce in each step, through a server on rank
             0, or by averages of weights.
@@ -44,7 +44,9 @@ class Mode:
 
 
 _OUTER = ("local_steps", "outer_lr", "outer_momentum")
-_AVERAGING = Mode("{mode}, the weights averaged every {every}{outer}", "", settings=_OUTER)
+_AVERAGING = Mode(
+    "{mode}, the weights averaged every {sync.every}{sync.outer}", "", settings=_OUTER
+)
 
 MODES: Mapping[Any, Mode] = {
     "bsp": Mode(
@@ -56,14 +58,14 @@ MODES: Mapping[Any, Mode] = {
         "asp; rank 0 is the server, and computes too", "never (asynchronous parallel)", "server"
     ),
     "ssp": Mode(
-        "ssp, at most {lead} ahead; rank 0 is the server, and computes too",
+        "ssp, at most {sync.lead} ahead; rank 0 is the server, and computes too",
         "when more than `staleness` steps ahead of the slowest (stale-synchronous parallel)",
         "server",
         ("staleness",),
         lambda sync: STALENESS if sync.staleness is None else sync.staleness,
     ),
     "local": Mode(
-        "local, the weights averaged every {every}{nesterov}",
+        "local, the weights averaged every {sync.every}{sync.diloco}",
         "every `local_steps` steps, to average weights",
         settings=_OUTER,
     ),
@@ -166,13 +168,27 @@ class Sync:
 
     def describe(self) -> str:
         """Return it as text, for the head of a run."""
-        return self.mode.text.format(
-            mode=name_of(self.sync),
-            lead=counted(self.bound or 0, "step"),
-            every=counted(self.period, "step"),
-            outer=self._describe_outer("", ""),
-            nesterov=self._describe_outer("Nesterov's ", " (DiLoCo)"),
-        )
+        return self.mode.text.format(mode=name_of(self.sync), sync=self)
+
+    @property
+    def lead(self) -> str:
+        """The bound as text."""
+        return counted(self.bound or 0, "step")
+
+    @property
+    def every(self) -> str:
+        """The period as text."""
+        return counted(self.period, "step")
+
+    @property
+    def outer(self) -> str:
+        """The outer optimizer as text."""
+        return self._describe_outer("", "")
+
+    @property
+    def diloco(self) -> str:
+        """The outer optimizer as text, if its momentum is Nesterov's."""
+        return self._describe_outer("Nesterov's ", " (DiLoCo)")
 
     def _describe_outer(self, kind: str, name: str) -> str:
         if (self.outer_lr, self.outer_momentum) == (1, 0):
