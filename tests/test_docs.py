@@ -23,7 +23,8 @@ import pytest
 
 from nnmpi import simulate
 from nnmpi.commands.table import COMMANDS, find_command
-from nnmpi.data import Dataset
+from nnmpi.data import NAMES, Dataset
+from nnmpi.data.readers import READERS
 from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
 from tests.harness.slow import PAGES_WRITTEN
@@ -305,6 +306,35 @@ def test_ci_runs_what_the_readme_and_contributing_say():
     ):
         assert command in given and any(line.startswith(f"part {command}") for line in run)
     assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run
+
+
+MADE = runpy.run_path(str(ROOT / "docs" / "made.py"))
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "<!-- made" in text])
+def test_tables_of_what_the_package_knows_are_as_they_are_made(page):
+    """`python docs/made.py` writes them."""
+    text = PAGES[page]
+    assert text.count("<!-- made: ") == text.count(MADE["END"]) == len(MADE["BLOCK"].findall(text))
+    assert MADE["made"](text) == text
+
+
+def test_each_made_table_is_on_a_page():
+    text = "".join(PAGES.values())
+    assert {name for _, name, _ in MADE["BLOCK"].findall(text)} == MADE["MADE"].keys()
+
+
+def test_the_help_names_each_data_set_and_kind_of_file(monkeypatch):
+    text = " ".join(help_of("nnmpi train", monkeypatch).split())
+    told = text.partition("--dataset ")[2].partition(" --tokenizer ")[0]
+    known = {*NAMES, *(row.suffixes[0] for row in READERS if row.gives != "image")}
+    assert known <= {*re.findall(r"[\w.-]*\w", told)}
+
+
+@pytest.mark.parametrize(("page", "option"), MADE["ROWS"])
+def test_tables_that_explain_names_have_a_row_for_each(page, option):
+    text = (ROOT / "docs" / page).read_text()
+    assert MADE["names_in"](text, option) == MADE["ROWS"][page, option]
 
 
 @pytest.mark.slow(PAGES_WRITTEN)

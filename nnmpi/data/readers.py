@@ -31,6 +31,7 @@ class Reader:
 
     Attributes:
         suffixes: of the files, in lower case.
+        help: what such a file holds, for pages and the help of options.
         gives: what is read, and by which call of `read`:
             table   (path, rules) -> `CellRows`
             text    (path, columns, whether each line is a document) -> `Pieces`
@@ -42,6 +43,7 @@ class Reader:
     """
 
     suffixes: tuple[str, ...]
+    help: str
     gives: Gives
     read: Callable[..., Any]
     packed: bool = True
@@ -54,13 +56,52 @@ class Reader:
 
 
 READERS = (
-    Reader((".csv", ".tsv", ".tab", ".data"), "table", delimited_rows),
-    Reader((".csv",), "text", delimited_documents),
-    Reader((".jsonl",), "table", json_rows),
-    Reader((".jsonl",), "text", json_documents, is_text=has_text),
-    Reader((".txt",), "text", plain_documents),
-    Reader((".npz",), "arrays", read_npz, packed=False),
-    Reader(SUFFIXES, "image", read_image, packed=False),
+    Reader(
+        (".csv", ".tsv", ".tab", ".data"),
+        "a table, its cells between separators",
+        "table",
+        delimited_rows,
+    ),
+    Reader(
+        (".csv",),
+        "with text columns and no target, a document per row, its columns joined by line breaks",
+        "text",
+        delimited_documents,
+    ),
+    Reader(
+        (".jsonl",),
+        "a table, an object per line, whose fields are the columns",
+        "table",
+        json_rows,
+    ),
+    Reader(
+        (".jsonl",),
+        "without a target, a document per line: the field `text`, or text columns joined by line"
+        " breaks",
+        "text",
+        json_documents,
+        is_text=has_text,
+    ),
+    Reader(
+        (".txt",),
+        "one document, whose end is the test part; or of sentences one per line",
+        "text",
+        plain_documents,
+    ),
+    Reader(
+        (".npz",),
+        "arrays `x` and `y`; or `x_train`, `y_train`, `x_test`, `y_test` (or `x_val` ...)",
+        "arrays",
+        read_npz,
+        packed=False,
+    ),
+    Reader(
+        SUFFIXES,
+        "an image, in a folder `CLASS/`; or in `train/CLASS/` and `test/CLASS/` (or `val/`)",
+        "image",
+        read_image,
+        packed=False,
+    ),
 )
 # what reads files that nnmpi does not, by their suffix
 BY_PANDAS = dict(
