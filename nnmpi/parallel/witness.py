@@ -451,7 +451,7 @@ class Losses(NamedTuple):
     def of(cls, loss: Tensor) -> Losses:
         """Return what is known of a loss. A device is waited for."""
         node, values = loss.node, loss._data
-        says = bool(to_host(values.any()))
+        says = bool(to_host(values).any())
         while node is not None and not node.summands:
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
