@@ -329,35 +329,41 @@ def _apply(
     own: Any = None,
 ) -> Any:
     """Call a function, or `own` in its place, and record the call."""
-    given = kwargs.get("out")
+    out = kwargs.get("out")
     values, words = _values(args), _values(kwargs) if kwargs else kwargs
-    if recorder is not None:
-        recorder.look(values, words)
-    # functions among the arguments are called in each replay, too
-    token = active_calls.set(None) if any(map(callable, args)) else None
+    if recorder is None:
+        return _computed(function, own, values, words)
+    recorder.look(values, words)
     try:
-        result = (own or function)(*values, **words)
-    except Exception as error:
-        if recorder is not None:  # the step may go on in another way
-            recorder.spoil(f"{name_of(function)} raised {type(error).__name__}")
+        result = _computed(function, own, values, words)
+    except Exception as error:  # the step may go on in another way
+        recorder.spoil(f"{name_of(function)} raised {type(error).__name__}")
         raise
+    if result is None and args and isinstance(args[0], RecordedNumber):
+        return result  # what would change an array does nothing to a number
+    if out is None and result is not None:
+        for arg, value in zip(args[1:], values[1:], strict=True):
+            if value is result:  # `out` by position
+                out = arg
+    if isinstance(out, tuple) and any(item is None for item in out):
+        return recorder.results(function, args, kwargs, (values, words), result, False)
+    if result is None or out is not None:
+        recorder.append(function, args, kwargs)
+        return out
+    return recorder.results(function, args, kwargs, (values, words), result, has_out)
+
+
+def _computed(function: Any, own: Any, values: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    """Call a function, or `own`; what its arguments call is no call of the step.
+
+    Functions among the arguments are called in each replay, too.
+    """
+    token = active_calls.set(None) if any(map(callable, values)) else None
+    try:
+        return (own or function)(*values, **words)
     finally:
         if token is not None:
             active_calls.reset(token)
-    if recorder is None or (
-        result is None and any(isinstance(x, RecordedNumber) for x in args[:1])
-    ):
-        return result  # what would change an array does nothing to a number
-    if given is None and result is not None:
-        for arg, value in zip(args[1:], values[1:], strict=True):
-            if value is result:  # `out` by position
-                given = arg
-    if isinstance(given, tuple) and any(item is None for item in given):
-        return recorder.results(function, args, kwargs, (values, words), result, False)
-    if result is None or given is not None:
-        recorder.append(function, args, kwargs)
-        return given
-    return recorder.results(function, args, kwargs, (values, words), result, has_out)
 
 
 class Makers:
@@ -526,41 +532,50 @@ class CallList:
             has_out: whether the function takes `out`.
         """
         is_single = not isinstance(result, _ROWS)
-        targets: list[Any] = []
-        results: list[Any] = []
-        are_views = True
+        targets: list[Any] = []  # what a replay computes; None for a view of what is there
+        results: list[RecordedArray] = []
         for item in (result,) if is_single else result:
             if not isinstance(item, _RESULTS):
                 self.spoil(f"{name_of(function)} returns {type(result).__name__}")
                 return result
             array = np.asarray(item)
             kind = RecordedNumber if isinstance(item, np.generic) else RecordedArray
-            results.append(kind(array, self.active))
+            recorded = kind(array, self.active)
+            results.append(recorded)
             if self._is_given(array, values):
                 targets.append(None)
             else:
                 self.adopt(array)
-                targets.append(results[-1])
-                are_views = False
-        if not are_views:
-            target: Any = targets[0] if is_single else tuple(targets)
-            # in float16 a mean is computed in float32 only if there is no `out`
-            if has_out and (isinstance(function, np.ufunc) or target.dtype != np.float16):
-                self.append(function, args, {**kwargs, "out": target})
-            else:
-                self.append(function, args, kwargs, target)
+                targets.append(recorded)
+        if all(target is None for target in targets):
+            self._note_views(function, args, kwargs, results)
         else:
-            if function.__name__ not in _VIEWS:  # it may have written to what it returns
-                self.append(function, args, kwargs)
-            owners = {id(owner_of(item._array)) for item in results}
-            if any(
-                item.dtype.kind in "biu" and id(owner_of(item._array)) not in owners
-                for item in items_of((args[1:], kwargs), RecordedArray)
-            ):
-                self.spoil("values decide of which part of an array a view is")
+            target = targets[0] if is_single else tuple(targets)
+            self._note_made(function, args, kwargs, target, has_out)
         if is_single:
             return results[0]
         return getattr(type(result), "_make", type(result))(results)
+
+    def _note_made(
+        self, function: Any, args: Any, kwargs: dict[str, Any], target: Any, has_out: bool
+    ) -> None:
+        """Add a call whose results are new arrays, which replays write in place if they can."""
+        # in float16 a mean is computed in float32 only if there is no `out`
+        if has_out and (isinstance(function, np.ufunc) or target.dtype != np.float16):
+            self.append(function, args, {**kwargs, "out": target})
+        else:
+            self.append(function, args, kwargs, target)
+
+    def _note_views(
+        self, function: Any, args: Any, kwargs: dict[str, Any], results: Sequence[RecordedArray]
+    ) -> None:
+        """Add a call that returned views, unless it does nothing else; they stay the same ones."""
+        if function.__name__ not in _VIEWS:  # it may have written to what it returns
+            self.append(function, args, kwargs)
+        owners = {id(owner_of(item._array)) for item in results}
+        for index in items_of((args[1:], kwargs), RecordedArray):
+            if index.dtype.kind in "biu" and id(owner_of(index._array)) not in owners:
+                self.spoil("values decide of which part of an array a view is")
 
     def _is_given(self, array: Array, values: Any) -> bool:
         """Whether a result lies in the memory of the step, or of an argument."""
