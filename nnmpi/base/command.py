@@ -277,7 +277,7 @@ def as_given(section: Any, name: str, at: object = None) -> str:
     """
     value = getattr(at, name, getattr(section, name))
     text = name_of(value) if callable(value) else value
-    return spelled(section, name) + f" {text}" * (value is not True)
+    return spelled(section, name) + (f" {text}" if value is not True else "")
 
 
 # ---- options of the library ----
@@ -665,7 +665,7 @@ def printable(text: str) -> str:
 
 def complain(text: str) -> None:
     """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
-    start = "nnmpi: " * ("Traceback" not in text)
+    start = "nnmpi: " if "Traceback" not in text else ""
     for stream, line in (sys.stdout, ""), (sys.stderr, f"{start}{printable(text)}\n"):
         # None if closed before the start; closed since; or without a reader
         with suppress(AttributeError, OSError, ValueError):

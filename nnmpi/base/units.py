@@ -79,7 +79,7 @@ def format_bytes(nbytes: int) -> str:
     format_bytes(65536) -> "64 KiB"   format_bytes(1000) -> "1000 B"
     """
     *_, (unit, size) = (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1))
-    return f"{nbytes / size:.4g} {unit}{'i' * bool(unit)}B"
+    return f"{nbytes / size:.4g} {f'{unit}i' if unit else ''}B"
 
 
 def parse_settings(text: str) -> dict[str, float]:

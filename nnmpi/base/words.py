@@ -228,10 +228,10 @@ def answering(kind: type[T]) -> type[T]:
             name = _unexpected(error) or next(iter(named if make is object.__init__ else ()), "")
             own, what = type(self).__name__, f"got an unexpected keyword argument {name!r}"
             if not name:  # too many by place, of which PyTorch's last one is often this
-                name = "inplace" * (args[-1:] != () and args[-1] is True)
+                name = "inplace" if args[-1:] != () and args[-1] is True else ""
                 what = str(error).partition("() ")[2] if takes else "takes no arguments"
             more = _instead_of_argument(name, *(base.__name__ for base in type(self).__mro__))
-            more = more or f"; {own} takes {', '.join(takes)}" * bool(takes)
+            more = more or (f"; {own} takes {', '.join(takes)}" if takes else "")
             raise TypeError(f"{own}() {what}{more}") from None
 
     kind.__init__ = __init__  # type: ignore[method-assign]

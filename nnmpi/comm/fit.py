@@ -340,7 +340,9 @@ def choose(
     order = sorted(seconds, key=lambda name: seconds[name])[:3]
     text = {name: format_seconds(seconds[name], DIGITS) for name in order}
     best, *others = order
-    against = ", against " * bool(others) + ", ".join(f"{name} {text[name]}" for name in others)
+    against = ", ".join(f"{name} {text[name]}" for name in others)
+    if against:
+        against = f", against {against}"
     return Choice(
         best, f"predicted {text[best]} for {format_bytes(nbytes)}{against}", seconds[best]
     )

@@ -113,7 +113,7 @@ class ActivationLimit:
                 most = sum(int(cost_of[number].inner) for number in chosen.moved)
                 store.reserve(most * microbatches)
         self.size = size
-        moved = f", {len(chosen.moved)} go out and come back" * (store is not None)
+        moved = f", {len(chosen.moved)} go out and come back" if store is not None else ""
         self._text = (
             f"activations take {format_bytes(int(peak(*chosen)))} at most on this rank,"
             f" {format_bytes(int(peak(())))} if all were kept; {len(chosen.again)} of {len(costs)}"

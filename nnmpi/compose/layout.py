@@ -194,18 +194,22 @@ class Layout(Drawn, Degrees):
         """
         at = mesh or self
         used = {
-            refusals.PIPELINE: "pp" * (at.pp not in (AUTO, 1)),
-            refusals.TENSOR: "tp" * (at.tp not in (AUTO, 1)),
-            refusals.SEQUENCE: "sp" * (self.sp > 1),
-            refusals.PIPEDREAM: "pipeline" * (self.asynchronous and at.pp != 1),
-            refusals.FIXED: "reduction" * self.fixed,
-            refusals.EXPERTS: "expert_parallel" * self.expert_parallel,
-            refusals.ZERO: "zero" * (self.zero > 0),
-            refusals.LEAST: "activation_memory" * (self.activation_memory == LEAST),
-            refusals.LIMIT: "activation_memory" * self.limits_activations,
-            refusals.STATE_OUT: "offload_state" * (self.offload_state is not None),
+            refusals.PIPELINE: ("pp", at.pp not in (AUTO, 1)),
+            refusals.TENSOR: ("tp", at.tp not in (AUTO, 1)),
+            refusals.SEQUENCE: ("sp", self.sp > 1),
+            refusals.PIPEDREAM: ("pipeline", self.asynchronous and at.pp != 1),
+            refusals.FIXED: ("reduction", self.fixed),
+            refusals.EXPERTS: ("expert_parallel", self.expert_parallel),
+            refusals.ZERO: ("zero", self.zero > 0),
+            refusals.LEAST: ("activation_memory", self.activation_memory == LEAST),
+            refusals.LIMIT: ("activation_memory", self.limits_activations),
+            refusals.STATE_OUT: ("offload_state", self.offload_state is not None),
         }
-        return {feature: as_given(self, name, mesh) for feature, name in used.items() if name}
+        return {
+            feature: as_given(self, name, mesh)
+            for feature, (name, is_used) in used.items()
+            if is_used
+        }
 
     def __repr__(self) -> str:
         """Name the options that differ from the default."""
@@ -398,10 +402,10 @@ def check_layout(
         refusals.LOW_RANK: as_given(exchange, "compress") if kind == "powersgd" else "",
         refusals.BUCKETS: as_given(exchange, buckets[0]) if buckets else "",
         refusals.FUSED: as_given(exchange, "fused_update") if exchange.fused_update else "",
-        refusals.STATE_OUT: "state out of memory" * state_out,
-        refusals.FP16: f"{spelled(layout, 'precision')} fp16" * (precision == "fp16"),
-        refusals.CLIP: f"{spelled(layout, 'clip')} {clip}" * (clip is not None),
-        refusals.CHOSEN: text * (way != AUTO),
-        refusals.UNCUT: text * (way not in refusals.CUT),
+        refusals.STATE_OUT: "state out of memory" if state_out else "",
+        refusals.FP16: f"{spelled(layout, 'precision')} fp16" if precision == "fp16" else "",
+        refusals.CLIP: f"{spelled(layout, 'clip')} {clip}" if clip is not None else "",
+        refusals.CHOSEN: text if way != AUTO else "",
+        refusals.UNCUT: text if way not in refusals.CUT else "",
     }
     refuse(layout.features(mesh) | {name: text for name, text in used.items() if text})

@@ -124,7 +124,7 @@ class Table:
     def other_target(self) -> str:
         """Return advice to predict another column: one with few texts, or else a number."""
         by_kind = {column.kind: column.name for column in reversed(self.encoding)}
-        number = ", and predicts='quantities'" * ("text" not in by_kind)
+        number = ", and predicts='quantities'" if "text" not in by_kind else ""
         if name := by_kind.get("text") or by_kind.get("number"):
             return f"give another column, such as target={name!r}{number}"
         return "give another column as the target"

@@ -154,7 +154,8 @@ def diagnose(path: Path) -> Diagnosis:
             )
         loses = (
             f"; the {reached - step} steps since the checkpoint of step {step} are done again"
-            * (reached > step)
+            if reached > step
+            else ""
         )
         if is_locked(path):
             return (

@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> str:
     file = options.out or (RunFolder(runs[0]).page if is_alone else Path("report.html"))
     check_known(file, f"{file}", options.replace)
     data = gather(runs[0]) if is_alone else compare(dict(zip(names, runs, strict=True)))
-    write_page(file, "run", f"run{'s' * (not is_alone)} {', '.join(names)}", data)
+    write_page(file, "run", f"{'run' if is_alone else 'runs'} {', '.join(names)}", data)
     return f"open {file} in a browser"
 
 

@@ -221,7 +221,7 @@ class Supervisor:
             f". nnmpi doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
         )
         return (
-            f"gave up: {counted(in_vain, 'start')}{' in a row' * (in_vain > 1)}"
+            f"gave up: {counted(in_vain, 'start')}{' in a row' if in_vain > 1 else ''}"
             f" brought no checkpoint {since}; the last"
             f" one ended after {outcome.seconds:.0f} s:"
             f" {outcome.fault}{more if self._files.config.exists() else ''}"

@@ -194,17 +194,20 @@ def _message(options: ScheduleConfig) -> float:
 def _modelled(options: ScheduleConfig, trains: bool) -> str:
     """Return the costs that the options give, as text."""
     ms, message_s = options.times, _message(options)
-    halves = f", {ms['B']:g} + {ms['W']:g}" * (ms["B"] != ms["W"])
-    times = [f"forward {ms['F']:g} ms", f"backward {ms['B'] + ms['W']:g} ms{halves}" * trains]
-    times += [f"message {format_seconds(message_s)}"] * (message_s > 0)
-    return f"modelled; of each rank: {', '.join(filter(None, times))}"
+    halves = f", {ms['B']:g} + {ms['W']:g}" if ms["B"] != ms["W"] else ""
+    times = [f"forward {ms['F']:g} ms"]
+    if trains:
+        times.append(f"backward {ms['B'] + ms['W']:g} ms{halves}")
+    if message_s > 0:
+        times.append(f"message {format_seconds(message_s)}")
+    return f"modelled; of each rank: {', '.join(times)}"
 
 
 def _figures(schedule: Schedule, simulation: Simulation, options: ScheduleConfig) -> list[str]:
     """Return the figures, one per line."""
     full = " ".join(f"{saved / schedule.virtual:g}" for saved in simulation.peak_activations)
-    item = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {full}" * (
-        schedule.virtual > 1
+    item = "of each rank: stages x microbatches" + (
+        f"; in whole ranks' layers: {full}" if schedule.virtual > 1 else ""
     )
     about = _modelled(options, schedule.trains)
     return [

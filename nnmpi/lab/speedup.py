@@ -243,7 +243,7 @@ def _describe(given: Mapping[str, Any], options: ScalingConfig) -> str:
     known = {name: option.default for name, option in all_options().items()} | {**given}
     parts = [
         f"{known['model']} on {known['dataset']}",
-        f"batch {known['batch_size']}{' per rank' * options.weak}",
+        f"batch {known['batch_size']}{' per rank' if options.weak else ''}",
         "simulated" if options.simulate else "measured",
         *([f"links {known['network']}"] if known["network"] else []),
     ]

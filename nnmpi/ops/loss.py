@@ -480,9 +480,10 @@ def checked_labels(
         refuse_parts(name, logits)
         order = (0, *range(2, len(shape)), 1)
         is_second = values.shape == shape[:1] + shape[2:]  # as in PyTorch
+        remedy = f"; its classes are the last axis: give logits.transpose{order}"
         raise ShapeError(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
-            + f"; its classes are the last axis: give logits.transpose{order}" * is_second
+            f"{remedy if is_second else ''}"
         )
     kernels_of(logits._data).check(_check_labels, values, classes, ignore_index)
     return values

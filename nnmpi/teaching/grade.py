@@ -578,7 +578,7 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     if len(grades) == 1:
         lines = [f"{assignment.title}, {grades[0].submission}: {grades[0].total}", ""]
         for item in grades[0].outcomes:
-            hidden = " (hidden)" * item.hidden
+            hidden = " (hidden)" if item.hidden else ""
             lines.append(f"{item.status:<8} {item.points:.4g} of {item.of:g}  {item.name}{hidden}")
             lines += [f"    {line}".rstrip() for line in item.output.splitlines()]
         return "\n".join(lines)

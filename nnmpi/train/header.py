@@ -173,7 +173,9 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
 
 def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     microbatches = inputs.train_loader.microbatches
-    recompute = ", computing activations again" * (where.layout.activation_memory is not None)
+    recompute = (
+        ", computing activations again" if where.layout.activation_memory is not None else ""
+    )
     samples = -(-inputs.batch_size // microbatches)
     return [
         (

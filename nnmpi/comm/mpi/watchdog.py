@@ -151,7 +151,8 @@ class Watchdog:
             activity = f"at {line}"
         elif wait != AT_END:
             activity += f", {line}" if line.startswith(CALL) else f", called at {line}"
-            activity += ", which all ranks must make" * (CALL in activity and " ranks" in wait)
+            if CALL in activity and " ranks" in wait:
+                activity += ", which all ranks must make"
         activity = activity[:MOST_LETTERS]
         # what polls during a wait is at another line each time
         mark = waiting and waiting[0], wait or activity, self._world.step

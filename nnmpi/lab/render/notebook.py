@@ -49,7 +49,7 @@ def _(value: Run) -> str:
 
 @draw.register
 def _(value: Tensor) -> str:
-    node = f", computed by {type(value.node).__name__}" * (value.node is not None)
+    node = f", computed by {type(value.node).__name__}" if value.node is not None else ""
     return f"{value.shape} {value.dtype}{node}\n{shortened(repr(value), 2000)}"
 
 

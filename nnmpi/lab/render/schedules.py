@@ -146,9 +146,11 @@ def _legend(schedule: Schedule, costs: Costs, unit_s: float) -> str:
         for kind, text in WORDS.items()
         if kind in used
     ]
-    message += [f"{_IDLE} idle"]
-    message += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
-    message += [f"{_UPDATED} update"] * (Kind.STEP in used)
+    message.append(f"{_IDLE} idle")
+    if Kind.REDUCE in used and schedule.virtual > 1:
+        message.append(f"{_SUMMED} gradients are final")
+    if Kind.STEP in used:
+        message.append(f"{_UPDATED} update")
     times = [
         (text, costs[kind][0] / unit_s)
         for kind, text in (
@@ -242,9 +244,10 @@ def _held(simulation: Simulation) -> Iterator[list[Any]]:
 def describe(schedule: Schedule) -> str:
     """Return a schedule's name, ranks, stages and microbatches."""
     stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
+    microbatches = "microbatches" if schedule.microbatches > 1 else "microbatch"
     return (
-        f"{schedule.name}: {counted(schedule.ranks, 'rank')}{stages}, {schedule.microbatches}"
-        f" microbatch{'es' * (schedule.microbatches > 1)}"
+        f"{schedule.name}: {counted(schedule.ranks, 'rank')}{stages},"
+        f" {schedule.microbatches} {microbatches}"
     )
 
 

@@ -365,7 +365,7 @@ def _seconds(collective: Collective, draw: Random) -> Iterator[Case]:
             (1, 0.0, 1.0),
             (4000 * N, 1.0, 1.0),
         ):
-            hint = " (bytes are divided by /, not by //)" * (M == 1)
+            hint = " (bytes are divided by /, not by //)" if M == 1 else ""
             case = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}{hint}"
             yield case, (N, M, alpha, beta), latencies * alpha + sent * M * beta
 
