@@ -221,8 +221,8 @@ FAULTS = (
     Fault(
         "record: a write in place has no call",
         "nnmpi/backend/program/record.py",
-        "        recorder.append(function, args, kwargs)\n        return given",
-        "        return given",
+        "        recorder.append(function, args, kwargs)\n        return out",
+        "        return out",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(
