@@ -15,8 +15,10 @@ from pathlib import Path
 
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.synchrony.sync import MODES
+from nnmpi.compose.losses import NAMES as LOSSES
 from nnmpi.data.catalogue import BUNDLED, NAMES, SOURCES, TEXTS
 from nnmpi.data.readers import READERS
+from nnmpi.data.transform import AUGMENTATIONS
 from nnmpi.optim.updates import OPTIMIZERS
 from nnmpi.schedule.schedules import TRAINING
 
@@ -78,7 +80,10 @@ MADE: dict[str, Callable[[], str]] = {
 # Tables with columns that nobody can make: each name must have its row.
 ROWS: dict[tuple[str, str], set[str]] = {
     ("layouts.md", "--pipeline"): {*TRAINING},
+    ("reference/layouts.md", "--pipeline"): {*TRAINING},
     ("synchrony.md", "--sync"): {*MODES},
+    ("reference/data.md", "--loss"): {*LOSSES},
+    ("reference/data.md", "--augment"): {*AUGMENTATIONS},
     ("reference/costs.md", "--allreduce"): {
         *(algorithm for operation, algorithm in COLLECTIVES if operation == "all-reduce"),
         *("native", "shared", "auto"),
