@@ -982,8 +982,25 @@ def entry(form: str, text: str) -> list[str]:
     """Return the lines of an option's help: its form, with the explanation beside or below."""
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"
-    beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
+    beside = (
+        [f"{first:<{HELP_INDENT}}{texts.pop(0)}"]
+        if len(first) < HELP_INDENT - 1
+        else _broken(first)
+    )
     return [*beside, *(" " * HELP_INDENT + item for item in texts)]
+
+
+def _broken(form: str) -> list[str]:
+    """Return a form in lines of HELP_WIDTH, broken between the names of a table."""
+    names = form.split("|")
+    indent = " " * (form.rfind(" ", 0, len(names[0])) + 1)
+    lines = [""]
+    for number, name in enumerate(names):
+        part = name + "|" * (number + 1 < len(names))
+        if number and len(lines[-1] + part) > HELP_WIDTH:
+            lines.append(indent)
+        lines[-1] += part
+    return lines
 
 
 def _form(option: Option) -> str:

@@ -17,11 +17,13 @@ import pytest
 import nnmpi
 from nnmpi import nn, optim
 from nnmpi.base.command import (
+    HELP_WIDTH,
     Switch,
     announce,
     check_idle,
     check_numbers,
     describe_uncaught,
+    entry,
     folded,
     options_of,
     printable,
@@ -180,6 +182,14 @@ def test_wrong_paths_are_named(words, text):
     with pytest.raises(UsageError) as caught:
         read_command("RUN [FILE]", "few", "", (Section,), words.split(" "))
     assert str(caught.value).startswith(text)
+
+
+def test_a_form_with_many_names_is_broken_between_them():
+    """Each new row of a table would make its line longer."""
+    names = "|".join(f"name-{number}" for number in range(30))
+    lines = entry(f"--kind {names}", "What it is.")
+    assert max(map(len, lines)) <= HELP_WIDTH and len(lines) > 3
+    assert "".join(map(str.strip, lines[:-1])) == f"--kind {names}"
 
 
 def test_help_has_forms_explanations_and_defaults():

@@ -15,7 +15,7 @@ import nnmpi
 from nnmpi import Layout, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.chain import open_chain
-from nnmpi.schedule.schedules import TRAINING
+from nnmpi.schedule.schedules import SCHEDULES, TRAINING, example_of
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, LIMITED, NOISY, ZERO_MLP
@@ -58,8 +58,10 @@ def draw(rng):
     if rng.random() < 0.05:
         layout["reduction"] = "fixed"
     if sizes["pp"] > 1:
-        layout["pipeline"] = rng.choice([name for name in TRAINING if name != "pipedream"])
-        if layout["pipeline"] == "interleaved":
+        layout["pipeline"] = rng.choice(
+            [name for name in TRAINING if not example_of(name).asynchronous]
+        )
+        if SCHEDULES[layout["pipeline"]].any_stages:
             layout["virtual_stages"] = rng.choice((2, 3))
         layout["split"] = _split(rng, SETUPS[name], layout)
     worker = {}
