@@ -158,7 +158,7 @@ class Contract:
     parts: Callable[[int], int] = int
 
 
-Cost: TypeAlias = tuple[float, float, float]
+CollectiveCost: TypeAlias = tuple[float, float, float]
 """(latencies, buffers sent, buffers added) on the critical path."""
 
 
@@ -186,7 +186,7 @@ class Collective(Drawn):
     phases: tuple[Algorithm, ...]
     help: str = field(default="", compare=False)
     automatic: Callable[[Sequence[int]], bool] | None = field(default=None, compare=False)
-    formula: Callable[[int], Cost | None] | None = field(default=None, compare=False)
+    formula: Callable[[int], CollectiveCost | None] | None = field(default=None, compare=False)
     in_mpi: bool = field(default=False, compare=False)
     takes_nodes: bool = field(default=False, compare=False)
 

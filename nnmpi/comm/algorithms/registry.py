@@ -27,7 +27,7 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     Algorithm,
     Collective,
-    Cost,
+    CollectiveCost,
     as_collective,
 )
 
@@ -55,19 +55,19 @@ def _others(size: int) -> float:
     return 1 - 1 / size
 
 
-def _power(size: int, *cost: float) -> Cost | None:
+def _power(size: int, *cost: float) -> CollectiveCost | None:
     """Return a cost that is exact for powers of two alone."""
     return None if size & (size - 1) else (cost[0], cost[1], cost[2])
 
 
-def _halving_doubling(size: int) -> Cost:
+def _halving_doubling(size: int) -> CollectiveCost:
     power = size.bit_length() - 1
     is_folded = 2**power < size  # the ranks above the power give their buffer to another first
     moved = 1 - 2.0**-power + is_folded
     return 2 * (power + is_folded), 2 * moved, moved
 
 
-def _hierarchical(size: int) -> Cost | None:
+def _hierarchical(size: int) -> CollectiveCost | None:
     """Return the cost with nodes of the square root of the ranks, if they divide them."""
     inside = isqrt(size)
     if size % inside:

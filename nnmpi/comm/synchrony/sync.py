@@ -22,7 +22,7 @@ STALENESS, LOCAL_STEPS = 4, 8
 
 
 @dataclass(frozen=True)
-class Mode:
+class SyncMode:
     """A mode of synchrony; all that lists or compares modes reads these.
 
     Attributes:
@@ -44,35 +44,35 @@ class Mode:
 
 
 _OUTER = ("local_steps", "outer_lr", "outer_momentum")
-_AVERAGING = Mode(
+_AVERAGING = SyncMode(
     "{mode}, the weights averaged every {sync.every}{sync.outer}", "", settings=_OUTER
 )
 
-MODES: Mapping[Any, Mode] = {
-    "bsp": Mode(
+MODES: Mapping[Any, SyncMode] = {
+    "bsp": SyncMode(
         "bsp, the gradients summed by all-reduce",
         "in every step, for an all-reduce (bulk-synchronous parallel)",
         "all-reduce",
     ),
-    "asp": Mode(
+    "asp": SyncMode(
         "asp; rank 0 is the server, and computes too", "never (asynchronous parallel)", "server"
     ),
-    "ssp": Mode(
+    "ssp": SyncMode(
         "ssp, at most {sync.lead} ahead; rank 0 is the server, and computes too",
         "when more than `staleness` steps ahead of the slowest (stale-synchronous parallel)",
         "server",
         ("staleness",),
         lambda sync: STALENESS if sync.staleness is None else sync.staleness,
     ),
-    "local": Mode(
+    "local": SyncMode(
         "local, the weights averaged every {sync.every}{sync.diloco}",
         "every `local_steps` steps, to average weights",
         settings=_OUTER,
     ),
-    "slowmo": Mode(
+    "slowmo": SyncMode(
         _AVERAGING.text, "the same as local, with momentum of the averages", settings=_OUTER
     ),
-    "gossip": Mode(
+    "gossip": SyncMode(
         "gossip, the weights averaged with the neighbours on a ring",
         "each rank for its neighbours on a ring, to average weights with them after each step",
         fewest=2,
@@ -134,7 +134,7 @@ class Sync:
         check_numbers(self, "outer_momentum", 0, 1)
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> SyncMode:
         """The row of the mode; of a user's class that of averages."""
         return MODES.get(self.sync, _AVERAGING)
 
