@@ -58,7 +58,6 @@ from nnmpi.compose.passes import Passes
 from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, to_evaluate
 from nnmpi.data.loader import Batch
-from nnmpi.metrics.rows import find_metrics
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
@@ -525,13 +524,13 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         """See `Trainer.evaluate`."""
         self.model.storage.check_tree()
         passes, given = self._passes, map(self._checked, to_evaluate(batches))
-        with use_precision(self.precision), passes.measuring(find_metrics(metrics)) as measured:
+        with use_precision(self.precision):
             return evaluate_all(
                 self.group,
                 given,
                 lambda batch: passes.evaluate(batch).counts,
                 passes.evaluated,
-                measured,
+                passes.measure(metrics),
                 self._check,
             )
 

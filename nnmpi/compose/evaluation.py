@@ -122,10 +122,6 @@ class MetricStates:
         self._sums = {kind: _Merged(kind[1]) for kind in self._metric_of}
         self.failed: NnmpiError | None = None  # to be raised where all ranks meet
 
-    def __bool__(self) -> bool:
-        """Return whether there is anything to measure."""
-        return bool(self._chosen)
-
     def add(self, outputs: Array, labels: NDArray[Any], counts: bool) -> None:
         """Measure some rows. Collective over the ranks that have parts of the same logits.
 
@@ -264,7 +260,7 @@ def evaluate_all(
     batches: Iterable[Batch],
     evaluate: Callable[[Batch], bool],
     scalars: DeferredScalars,
-    measured: MetricStates,
+    measured: MetricStates | None = None,
     witness: StepWitness | None = None,
     parts: int = 1,
     rows_seen: Sequence[int] = (),
@@ -278,7 +274,7 @@ def evaluate_all(
         evaluate: adds loss and score of a batch to the scalars, and measures the metrics; returns
             whether they count.
         scalars: of evaluations; their sums begin anew.
-        measured: of the metrics, without any rows.
+        measured: of the metrics, without any rows; None for none.
         parts: the number of ranks that share the positions of each sample; every one of them
             counts its rows.
         witness: compares what the ranks were given.
@@ -301,7 +297,7 @@ def evaluate_all(
     own = values.get(LOSS, 0.0), values.get(SCORE, 0.0), values.get(WEIGHTS, own_targets)
     # as JSON, since another rank may have a further batch, whose rows the ranks tell in this way
     told: dict[str, Any] = {"sums": [*own, rows, own_targets]}
-    if measured:
+    if measured is not None:
         failed = measured.failed is not None
         told |= {"metrics": measured.text(), "failed": failed, "shapes": measured.shapes()}
     by_rank = group.gather(told)
@@ -319,7 +315,7 @@ def evaluate_all(
         score_sum=score,
         wall_s=clock.now() - begin,
     )
-    if measured:
+    if measured is not None:
         result.states = measured.over(group, [item["shapes"] for item in by_rank])
         with agreed(group):
             result.metrics = measured.values(result)
@@ -327,20 +323,22 @@ def evaluate_all(
     return result
 
 
-def _check_metrics(group: Group, measured: MetricStates, by_rank: Sequence[dict[str, Any]]) -> None:
+def _check_metrics(
+    group: Group, measured: MetricStates | None, by_rank: Sequence[dict[str, Any]]
+) -> None:
     """Refuse different metrics on the ranks, and what one of them has raised. Collective.
 
     Raises:
         UsageError: on all ranks.
     """
     named = [item.get("metrics", "") for item in by_rank]
-    if len({*named}) > 1:
+    if named.count(named[0]) < len(named):
         other = next(rank for rank, name in enumerate(named) if name != named[0])
         raise UsageError(
             f"rank 0 evaluates the metrics {named[0] or '(none)'}, and rank {other}"
             f" {named[other] or '(none)'}; give all ranks the same"
         )
-    if any(item.get("failed") for item in by_rank):
+    if measured is not None and any(item["failed"] for item in by_rank):
         with agreed(group):
             if measured.failed is not None:
                 raise measured.failed

@@ -53,7 +53,7 @@ from nnmpi.compose.walk import Pass
 from nnmpi.compose.watch import ModelWatch
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.metrics.metric import Metric
+from nnmpi.metrics.rows import find_metrics
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.parallel.witness import Words, loss_as_words
@@ -130,7 +130,7 @@ class BatchPass(Pass):
         """Return the key of the pass's recording."""
         full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self._parts]
         recomputed = self.executor.recomputed if self._trains else frozenset()
-        measures = not self._trains and bool(self._owner.measured)
+        measures = not self._trains and self._owner.measured is not None
         return self._trains, measures, full.length, full.x.dtype, full.y.dtype, *shapes, recomputed
 
     def train(self, may_replay: bool = True) -> StepReport:
@@ -246,7 +246,7 @@ class BatchPass(Pass):
         if not again:
             # with sharded classes ranks exchange their best ones, which no graph contains
             given = microbatch, labels, logits._data, loss._data
-            reads_host = owner.has_classes or (not self._trains and owner.measured)
+            reads_host = owner.has_classes or (not self._trains and owner.measured is not None)
             self.do(BatchPass._note_numbers, *given, writes=None if reads_host else ())
         return loss
 
@@ -283,7 +283,7 @@ class BatchPass(Pass):
             loss = loss if factor == 1 else loss * factor
             for name, number in ((LOSS, loss), (SCORE, score)):
                 self._scalars.add((name, microbatch) if self._trains else name, number)
-        if not self._trains and owner.measured:
+        if not self._trains and owner.measured is not None:
             owner.measured.add(logits, self._parts[microbatch].on_host, self.counts)
 
     # ---- its gradients ----
@@ -373,7 +373,7 @@ class Passes:
         updates_per_microbatch: whether the pass itself updates the weights, after every
             microbatch; otherwise the Worker does, once per step.
         evaluated: the sums of an evaluation.
-        measured: the metrics of the evaluation that is under way.
+        measured: what the metrics of the last evaluation have measured; None for none.
         counts: whether this rank's losses count: it is the first tensor-parallel rank of the last
             stage.
         defers: whether an error in the last stage's loss is raised when all ranks meet.
@@ -418,7 +418,7 @@ class Passes:
         self.replay = Replay(model, why, backend.xp)
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
-        self.measured = MetricStates((), trainer.evaluation_loss)
+        self.measured: MetricStates | None = None
         self.executor = Executor(
             arrangement, backend, self._limit.run, self.replay, synchronous_sends
         )
@@ -470,16 +470,18 @@ class Passes:
         """Return a number on a device that is finite if the batch's loss and gradient are."""
         return self._scalars.place(SQUARES, self.backend.xp)
 
-    @contextmanager
-    def measuring(self, chosen: Sequence[Metric]) -> Iterator[MetricStates]:
-        """Let the evaluations in the block measure metrics; yield what they have measured."""
-        arrangement, loss = self._arrangement, self.losses[True]
-        shards = (arrangement.classes, arrangement.mesh.tp) if arrangement.classes else ()
-        before, self.measured = self.measured, MetricStates(chosen, loss, *shards)
-        try:
-            yield self.measured
-        finally:
-            self.measured = before
+    def measure(self, metrics: Any) -> MetricStates | None:
+        """Let the evaluations that follow measure metrics; return their states, or None for none.
+
+        Args:
+            metrics: see `Trainer.evaluate`.
+        """
+        self.measured = None
+        if metrics:
+            arrangement, loss = self._arrangement, self.losses[True]
+            shards = (arrangement.classes, arrangement.mesh.tp) if arrangement.classes else ()
+            self.measured = MetricStates(find_metrics(metrics), loss, *shards)
+        return self.measured
 
     def evaluate(self, batch: Batch) -> BatchPass:
         """Add a batch's LOSS and SCORE to `evaluated`, and measure it, if this rank counts.

@@ -76,7 +76,6 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
-from nnmpi.metrics.rows import find_metrics
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient, device_coefficient
@@ -637,17 +636,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             given = to_evaluate(batches)
             if not self.arrangement.is_plain:
                 given = as_many(self.group, given)
-            with self.passes.measuring(find_metrics(metrics)) as measured:
-                result = evaluate_all(
-                    self.group,
-                    (self._share_of(rows, item) for item in given),
-                    evaluate,
-                    self.passes.evaluated,
-                    measured,
-                    self._check,
-                    self.arrangement.mesh.sp.size,
-                    rows,
-                )
+            result = evaluate_all(
+                self.group,
+                (self._share_of(rows, item) for item in given),
+                evaluate,
+                self.passes.evaluated,
+                self.passes.measure(metrics),
+                self._check,
+                self.arrangement.mesh.sp.size,
+                rows,
+            )
         with agreed(self.group):
             if failed:
                 raise failed[0]
