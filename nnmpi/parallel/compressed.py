@@ -6,7 +6,7 @@
 
     n numbers of B bytes, k = SHARE n, N replicas      bytes that a replica gives    a link carries
     exact sums                                         B n                           2 (N-1)/N B n
-    fp16, bf16                                         2 n                           2 (N-1)/N 2 n
+    bf16, fp16 (and 8 for its scale)                   2 n                           2 (N-1)/N 2 n
     powersgd:r, of an (m, n) matrix                    B r (m + n)                   2 (N-1)/N of it
     topk                                               (4 + B) k                     (N-1) of it
 
@@ -14,7 +14,9 @@ The last two keep what they have not sent, and add it to the next gradient (erro
 al., "Sparsified SGD with memory", 2018; for PowerSGD: Vogels et al., "PowerSGD: practical low-rank
 gradient compression for distributed optimization", 2019; Lin et al., "Deep gradient compression",
 2018, trained with a thousandth). So what is sent in all steps, and what is kept, is the sum of all
-gradients. Sixteen bits keep nothing: they round to the nearest number, by 2^-11 or 2^-8 of it.
+gradients. Sixteen bits keep nothing: they round to the nearest number, by 2^-11 or 2^-8 of it. They
+are summed by an all-to-all, float32 sums of each rank's chunk, and an all-gather: see
+`comm.execution.halved`.
 
 All replicas get the same bits, so they stay equal; but the sums differ from the serial run's, and
 depend on the number of replicas. On one replica nothing is sent, and nothing compressed: such a run

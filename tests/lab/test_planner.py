@@ -299,7 +299,7 @@ def test_compression_pays_on_slow_links_and_leaves_other_layouts_out():
         for word in (None, *COMPRESSED)
     }
     seconds = {word: item.price(plain).exposed_s for word, item in prices.items()}
-    assert seconds["fp16"] == seconds["bf16"] < 0.7 * seconds[None]
+    assert seconds["bf16"] < seconds["fp16"] < 0.7 * seconds[None]  # whose scales are sent, too
     assert seconds["topk:0.05"] < seconds["powersgd:2"] < seconds[None]
     result, refused = candidates(4, 16, {(1, 1), (2, 1)}, 6, "powersgd:2")
     assert result and not any(item.zero or item.tp > 1 for item in result)
