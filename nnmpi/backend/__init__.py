@@ -15,6 +15,7 @@ Matrix products:
     precision          their modes: float32, tf32, bf16, fp16
     gemm               the product that operations call
     cublas             memory layouts of matrices, and products on a device with few calls
+    onednn             products and convolutions of bfloat16 on the host
     blas               MKL beside NumPy's BLAS; a check for code of an older processor
 
 Devices:

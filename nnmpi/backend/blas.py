@@ -62,6 +62,19 @@ def has_small_products() -> bool:
     return pool is not None and pool.num_threads <= 2
 
 
+def blas_threads() -> int:
+    """Return how many threads NumPy's BLAS uses now; 1 if nobody knows."""
+    pool = _numpy_pool()
+    return 1 if pool is None else pool.num_threads or 1
+
+
+@cache
+def _numpy_pool() -> Any:
+    """Return threadpoolctl's handle of NumPy's BLAS, or of the first one; None without any."""
+    pools = loaded_pools().select(user_api="blas").lib_controllers
+    return next((pool for pool in pools if "numpy" in pool.filepath), next(iter(pools), None))
+
+
 @cache
 def _avx512_pool() -> Any:
     """Return threadpoolctl's handle of NumPy's OpenBLAS if it runs code for AVX-512, else None."""

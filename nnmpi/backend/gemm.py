@@ -5,6 +5,8 @@ NumPy        its BLAS; MKL, where it is        none: operations compute in float
              installed, for large matrices     (see `Function.computes`)
 CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
              (see `cublas`)                    and rounds down once
+
+In bf16 operands of NumPy's float32 products are rounded; oneDNN multiplies them, or NumPy.
 """
 
 from collections.abc import Callable
@@ -13,21 +15,36 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend import onednn
 from nnmpi.backend.array import Array, Matrices, Shape, empty, namespace
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
-from nnmpi.backend.precision import is_floating, is_low, precision
+from nnmpi.backend.precision import (
+    FLOAT32,
+    is_floating,
+    is_low,
+    precision,
+    round_to_bfloat16,
+)
 from nnmpi.backend.recording import call
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
+LOW = 2**17  # multiplications from which on oneDNN takes less time than NumPy, which rounds slowly
 STRIPED = 64  # the most rows for strips of a transposed matrix
 # Elements of a result on a device whose rows are aligned; of a smaller one the product takes little
 # time anyway, and contiguous arrays have more kernels. Not measured.
 ALIGNED = 2**20
 
 
-def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = None) -> Array:
+def gemm(
+    a: Array,
+    b: Array,
+    out: Any = None,
+    add: bool = False,
+    dtype: Any = None,
+    rounds: bool = False,
+) -> Array:
     """Return a @ b, for matrices or stacks of matrices. With NumPy, a may also be a vector.
 
     Args:
@@ -37,6 +54,7 @@ def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = No
             float32.
         add: add the product to `out` instead of overwriting it.
         dtype: the result's dtype on a device, if `out` is None; by default a's.
+        rounds: on the host, round the elements of float32 operands to bfloat16.
 
     Raises:
         DtypeError: on a device, when a and b differ in dtype, or `out` has a dtype not named above.
@@ -68,6 +86,8 @@ def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = No
         # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
         call(products.multiply, (a, b), (out, add, precision() != "float32"))
         return out
+    if rounds and a.dtype == b.dtype == FLOAT32:
+        return _rounded_product(a, b, out, add)
     single = b.dtype == np.float32 == a.dtype and a.ndim == b.ndim == 2
     if single and a.size * b.shape[1] > SMALL and a.shape[1] == b.shape[0]:
         shape = a.shape[0], b.shape[1]
@@ -95,6 +115,16 @@ def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = No
         out += multiply(a, b)
         return out
     return multiply(a, b) if out is None else multiply(a, b, out=out)
+
+
+def _rounded_product(a: Array, b: Array, out: Any, add: bool) -> Array:
+    """Return the product of operands that are rounded to bfloat16, see `gemm`."""
+    if min(a.ndim, b.ndim) < 2 or a.size * b.shape[-1] < LOW or onednn.installed() is None:
+        return gemm(round_to_bfloat16(a), round_to_bfloat16(b), out, add)
+    if out is None:
+        out = np.empty(product_shape(a.shape, b.shape), FLOAT32, like=a)
+    call(onednn.multiply, (a, b), (out, add))
+    return out
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
@@ -158,7 +188,7 @@ def _multiply_strips(a: Array, strips: Array, out: Array) -> None:
         _multiply_strips(a[end:], strips, out[end:])
 
 
-def multiplier(b: Array) -> Callable[..., Any]:
+def multiplier(b: Array, rounds: bool = False) -> Callable[..., Any]:
     """Return a function of a, `out` and `add`, as `gemm` has them, that writes a @ b.
 
     It is for many a of few rows.
@@ -170,7 +200,10 @@ def multiplier(b: Array) -> Callable[..., Any]:
 
     Args:
         b: (k, n).
+        rounds: as `gemm` has it.
     """
+    if rounds and b.dtype == FLOAT32:
+        return _rounding_multiplier(b)
     fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and 4 * len(b) * w <= SMALL]
     if (
         not isinstance(b, np.ndarray)
@@ -191,6 +224,21 @@ def multiplier(b: Array) -> Callable[..., Any]:
         _multiply_strips(a, copy, target)
         if add:
             np.add(out, target, out=out)
+
+    return times
+
+
+def _rounding_multiplier(b: Array) -> Callable[..., Any]:
+    """Return the `multiplier` of rounded operands. It rounds b once."""
+    low = None if onednn.installed() is None else onednn.rounded(b)
+    exact = round_to_bfloat16(b)
+    small = multiplier(exact)
+
+    def times(a: Array, out: Array, add: bool = False) -> None:
+        if low is not None and a.size * b.shape[1] >= LOW:
+            call(onednn.multiply, (a, low), (out, add))
+        else:
+            small(round_to_bfloat16(a), out, add)
 
     return times
 

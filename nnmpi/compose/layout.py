@@ -342,9 +342,10 @@ class Numerics:
 
     precision: Precision | None = None
     """Input type of matrix products and convolutions; None for that of `nnmpi.use_precision`.
-    Commands need a CUDA device for all but float32. tf32: float32 with a 10-bit mantissa. bf16,
-    fp16: half precision, also for activations; weights and gradients stay float32. With fp16 losses
-    are scaled, and all ranks skip an update whose gradient overflows on any.
+    bf16: rounded to bfloat16; weights and gradients stay float32, activations are bfloat16 on a
+    CUDA device alone. Commands need one for tf32, float32 with a 10-bit mantissa, and fp16, half
+    precision also for activations: losses are scaled, and all ranks skip an update whose gradient
+    overflows on any.
     """
     clip: float | None = None
     """Gradient clipping: the largest global gradient norm. Where ranks do not wait in each step, it

@@ -27,6 +27,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.onednn import installed
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import CheckpointError, UsageError, asks_to_stop, expect
@@ -433,8 +434,9 @@ def check_numerics(trainer: Trainer) -> None:
 
     Raises:
         UsageError: on all ranks, when they have different precisions, losses, seeds, clipping or
-            optimizers; for an unknown precision, bf16 without ml_dtypes, tf32 without a device, and
-            any precision but float32 for a float64 model.
+            optimizers, or multiply bf16 by other means; for an unknown precision, bf16 on a device
+            without ml_dtypes, tf32 without a device, and any precision but float32 for a float64
+            model.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
     layer = getattr(trainer.loss, "func", trainer.loss)
@@ -442,6 +444,10 @@ def check_numerics(trainer: Trainer) -> None:
         trainer.group,
         [
             f"precision {mode}",
+            # another node's sums would have other bits
+            f"products by {installed() or 'NumPy'}"
+            if mode == "bf16" and not backend.is_device
+            else "",
             *map(as_text, (trainer.loss, trainer.evaluation_loss, trainer.options)),
             *(layer.settings() if isinstance(layer, Module) else ()),
             f"seed {trainer.seed}",
@@ -452,7 +458,8 @@ def check_numerics(trainer: Trainer) -> None:
             f"ema {trainer.optimizer.average}",
         ],
     )
-    low_dtype(mode)
+    if backend.is_device:
+        low_dtype(mode)
     if mode == "tf32" and not backend.is_device:
         raise UsageError(
             f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32,"

@@ -24,10 +24,13 @@ from functools import partial
 from math import nan
 from pathlib import Path
 from shlex import quote
+from time import perf_counter
 from typing import Any, TypeVar
 
+import numpy as np
 import threadpoolctl
 
+from nnmpi.backend import onednn
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.base.command import read_command, say
 from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks, shortened
@@ -48,6 +51,7 @@ MPI, and what is slow or wrong with them: mpirun -n 4 nnmpi doctor. (nnmpi verif
 whether ranks compute what one rank does.)"""
 WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
 SHM = Path("/dev/shm")  # MPI libraries' folder of shared memory
+SIDE, TURNS = 1024, 5  # of the product that is timed: some 0.2 s
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
 
 
@@ -329,10 +333,31 @@ def inspect_machine(group: Group) -> list[Facts]:
         "launcher": f"by {launch.name}" if launch is not None else "without a launcher",
         "blas": name_blas(pool),
         "threads": int(pool.get("num_threads", 1)),
+        "bfloat16": describe_bfloat16(),
         "older": find_older(),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
     }
     return group.gather(facts)
+
+
+def describe_bfloat16() -> str:
+    """Return what multiplies bfloat16 here, and how fast; or what is missing."""
+    library, reason = onednn.find()
+    if library is None:
+        flags = read_cpu("flags").split()
+        units = [name for name in onednn.UNITS if name in flags]
+        has = f"the processor has {units[0]}, but " if units else ""
+        return f"slower than float32: {has}oneDNN {reason}"
+    a, out = np.ones((SIDE, SIDE), np.float32), np.empty((SIDE, SIDE), np.float32)
+    ways = partial(np.dot, a, a, out), partial(onednn.multiply, a, a, out, False)
+    exact, low = np.min([[_seconds(way) for way in ways] for _ in range(TURNS)], axis=0)
+    return f"{library}; products of {SIDE} x {SIDE} take 1/{exact / low:.1f} of float32's time"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin
 
 
 def describe(by_rank: Sequence[Facts]) -> list[str]:
@@ -351,6 +376,7 @@ def describe(by_rank: Sequence[Facts]) -> list[str]:
                 f" load {node['load']:.1f}"
             ),
             f"  BLAS: {node['blas']}, {counted(node['threads'], 'thread')} per rank",
+            f"  --precision bf16: {node['bfloat16']}",
             (
                 "  cores of each rank:"
                 f" {', '.join(dict.fromkeys(_spans(by_rank[rank]['bound']) for rank in ranks))}"

@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.precision import rounds_products
 from nnmpi.base.shard import split
 from nnmpi.ops.activation import gelu
 from nnmpi.ops.embedding import TableRows
@@ -119,6 +120,11 @@ class Experts(Function):
         self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
         self.positions: Shard | None = None
 
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """See `Function.raised`; note the precision, which replays of the call may not find."""
+        self.rounds = rounds_products(inputs[0]._data)
+        return super().raised(inputs)
+
     def placed(self, *inputs: Any) -> Placement:
         """Compute a shard of the positions; only capacity and balance depend on the others."""
         shards = [item.shard for item in inputs[:2]]
@@ -181,8 +187,9 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = gelu(WideLinear()(rows[start : start + entry], w1, b1), "tanh")
-                results.append(WideLinear()(inner, w2, b2))
+                first, second = WideLinear(self.rounds), WideLinear(self.rounds)
+                inner = gelu(first(rows[start : start + entry], w1, b1), "tanh")
+                results.append(second(inner, w2, b2))
             start += entry
         out = concatenate(results)
         if self.ranks is not None:

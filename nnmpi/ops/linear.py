@@ -29,6 +29,8 @@ class LinearFunction(Function):
     On a device, in mixed precision, the GEMM reads x and W as float16 or bfloat16, accumulates in
     float32 and writes y in half precision. dW and db have the dtypes of W and b (float32); the GEMM
     writes dW, or adds it, in the flat gradients.
+
+    On the host, in bf16, the GEMM reads x, W and d rounded to bfloat16; all arrays are float32.
     """
 
     __slots__ = ()
@@ -59,7 +61,7 @@ class LinearFunction(Function):
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
         dtype = self.product_dtype
         if dtype is None:
-            y = gemm(rows, weight)
+            y = gemm(rows, weight, rounds=self.rounds)
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(rows, dtype), cast(weight, dtype)
@@ -89,9 +91,10 @@ class LinearFunction(Function):
             kernels.bias_grad(grad, to_bias)
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
-            to_weight = gemm(*factors, target, add, None if dtypes is None else dtypes[1])
+            dtype = None if dtypes is None else dtypes[1]
+            to_weight = gemm(*factors, target, add, dtype, self.rounds)
         if self.needs[0]:
-            to_x = gemm(grad, weight.T)
+            to_x = gemm(grad, weight.T, rounds=self.rounds)
             to_x = to_x if dtypes is None else cast(to_x, dtypes[0])
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
@@ -143,7 +146,11 @@ class PartialLinear(LinearFunction):
 
 
 class WideLinear(LinearFunction):
-    """x W + b of float32, in every precision."""
+    """x W + b of float32 arrays, in every precision.
+
+    Args:
+        rounds: whether the host rounds operands to bfloat16.
+    """
 
     __slots__ = ()
 
@@ -153,6 +160,9 @@ class WideLinear(LinearFunction):
 
     computes = "float32"
     product_dtype = None
+
+    def __init__(self, rounds: bool) -> None:
+        self.rounds = rounds
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:

@@ -42,9 +42,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, empty, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, empty, is_array, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
+from nnmpi.backend.precision import rounds_products
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
@@ -290,6 +291,11 @@ class RecurrentFunction(Function):
     is_call = True
     captured = True
 
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """See `Function.raised`; note the precision, which replays of the call may not find."""
+        self.rounds = rounds_products(inputs[1]._data)
+        return super().raised(inputs)
+
     def begin(
         self,
         packing: Packing,
@@ -313,9 +319,13 @@ class RecurrentFunction(Function):
             halves[:sigmoids] = 0.5
             weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
         products = empty(xp, (len(inputs.rows), weight.shape[1]), weight.dtype)
-        gemm(inputs.rows, weight, out=products)
+        gemm(inputs.rows, weight, products, rounds=self.rounds)
         bias = xp.ascontiguousarray(bias)
-        return inputs, kernels, inputs.pick(products), multiplier(recurrent), bias
+        return inputs, kernels, inputs.pick(products), self.times(recurrent), bias
+
+    def times(self, recurrent: Array) -> Callable[..., Any]:
+        """Return the function that multiplies states, or their gradients, step by step."""
+        return multiplier(recurrent, self.rounds)
 
     def first_grads(
         self,
@@ -335,12 +345,12 @@ class RecurrentFunction(Function):
         to_x = to_bias = to_table = None
         sums = inputs.sums(to_gates)
         if self.needs[-1]:
-            to_table = gemm(sums, weight.T, *self.sum_into(-1))
+            to_table = gemm(sums, weight.T, *self.sum_into(-1), rounds=self.rounds)
         if self.needs[0]:
-            to_x = packing.padded(gemm(sums, weight.T))
+            to_x = packing.padded(gemm(sums, weight.T, rounds=self.rounds))
         right = to_gates if to_product is None else to_product
         to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
-            gemm(left.T, grad, *self.sum_into(i)) if self.needs[i] else None
+            gemm(left.T, grad, *self.sum_into(i), rounds=self.rounds) if self.needs[i] else None
             for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(), right))
         )
         if self.needs[3]:
@@ -425,7 +435,7 @@ class LSTMFunction(RecurrentFunction):
         to_h, to_c = ends
         to_hidden = packing.pack(grad[:, :time])
         to_gates = empty(xp, gates.shape, gates.dtype)
-        times = multiplier(recurrent.T)
+        times = self.times(recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], cells.before(earlier, n)
             states = cells.after[here], last_c, to_c[:n]
@@ -563,7 +573,7 @@ class GRUFunction(RecurrentFunction):
         to_hidden, to_h = packing.pack(grad), xp.zeros_like(hidden.first)
         # the gradients of x W + b and of h R, which differ in n's columns
         to_gates, to_product = (empty(xp, gates.shape, gates.dtype) for _ in range(2))
-        times = multiplier(recurrent.T)
+        times = self.times(recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, False))):
             before, product = hidden.before(earlier, n), to_product[here]
             after = inner[here], before, to_hidden[here], to_h
@@ -657,7 +667,7 @@ class RNNFunction(RecurrentFunction):
         (batch, time, _) = grad.shape
         packing = Packing((batch,) * time)
         to_h, to_sums = np.zeros_like(hidden.first), packing.pack(grad.copy())
-        times = multiplier(recurrent.T)
+        times = self.times(recurrent.T)
         for here, _, _ in reversed(list(steps(packing.sizes, False))):
             y, slopes = hidden.after[here], to_sums[here]
             slopes += to_h

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Dtype
-from nnmpi.backend.precision import FLOAT32, low_dtype, precision
+from nnmpi.backend.precision import FLOAT32, LOW, dtype_named, precision, rounds_products
 from nnmpi.base.errors import DtypeError, GraphError, UsageError
 
 
@@ -32,12 +32,15 @@ def may_meet(name: str, *inputs: Any) -> Dtype:
 
 def mixes(*dtypes: Any) -> bool:
     """True if mixed precision allows these dtypes together: float32 and its low dtype."""
-    low = low_dtype(precision())
-    return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
+    low = LOW.get(precision())
+    return low is not None and all(str(dtype) in (low, "float32") for dtype in dtypes)
 
 
 def product_dtype(name: str, *inputs: Any) -> Dtype:
     """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
+
+    On the host in bf16 it is float32, unless all operands are bfloat16: what is rounded is no
+    array's dtype there.
 
     Raises:
         DtypeError, GraphError: for inputs that may not be combined (see `may_meet`).
@@ -45,10 +48,11 @@ def product_dtype(name: str, *inputs: Any) -> Dtype:
     """
     mode = precision()
     if mode != "float32":
-        low = low_dtype(mode)
-        if low is not None and mixes(*map(_dtype_of, inputs)):
-            return low
-        if mode == "tf32" and isinstance(getattr(inputs[0], "_data", None), np.ndarray):
+        dtypes, values = list(map(_dtype_of, inputs)), getattr(inputs[0], "_data", None)
+        if mode in LOW and mixes(*dtypes):
+            single = rounds_products(values) and FLOAT32 in dtypes
+            return FLOAT32 if single else dtype_named(LOW[mode])
+        if mode == "tf32" and isinstance(values, np.ndarray):
             raise UsageError(
                 f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
                 " cupy on a CUDA device"

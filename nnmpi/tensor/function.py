@@ -42,7 +42,7 @@ from nnmpi.backend.array import (
     namespace,
 )
 from nnmpi.backend.kernels import add, cast, kernels_of, to_float32
-from nnmpi.backend.precision import FLOAT32, is_floating, is_low
+from nnmpi.backend.precision import FLOAT32, is_floating, is_low, precision
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.backend.sums import sum_over
@@ -305,6 +305,7 @@ class Function:
             once.
         product_dtype: the dtype in which a device's product reads its inputs and writes the result;
             None for NumPy's.
+        rounds: for "product", whether the host rounds operands to bfloat16, in both passes.
         is_call: whether a recording repeats it as one call of `forward` and one of `backward`, on
             plain arrays: if it exchanges messages, draws numbers, or decides by values.
         captured: whether a graph of a device may contain it nevertheless.
@@ -325,6 +326,7 @@ class Function:
         "number",
         "owns_grad",
         "product_dtype",
+        "rounds",
         "saved",
         "shape",
         "version",
@@ -352,6 +354,7 @@ class Function:
     owns_grad: bool
     needs: tuple[bool, ...]
     number: int
+    rounds: bool
     saved: tuple[Any, ...]
     shape: Shape
     version: Version | None
@@ -478,10 +481,10 @@ class Function:
         if not isinstance(inputs[0]._data, np.ndarray):
             self.product_dtype = dtype if is_floating(dtype) else None
             return inputs, None
-        self.product_dtype = None
-        if not is_low(dtype):
-            return inputs, None
-        return tuple(map(_wide, inputs)), None if self.returns else dtype
+        self.product_dtype, self.rounds = None, precision() == "bf16"
+        if is_low(dtype):
+            return tuple(map(_wide, inputs)), None if self.returns else dtype
+        return tuple(map(_wide, inputs)) if self.rounds else inputs, None
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.

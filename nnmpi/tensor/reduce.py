@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.precision import precision
+from nnmpi.backend.precision import precision, rounds_products
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
@@ -190,8 +190,9 @@ class MatMul(Function):
 
     def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
         """See `Function.raised`; a device's products add up in float32 anyway."""
-        on_host = isinstance(values_of(inputs[0]), np.ndarray)
-        return super().raised(inputs) if on_host else (inputs, None)
+        values = values_of(inputs[0])
+        self.rounds = rounds_products(values)
+        return super().raised(inputs) if isinstance(values, np.ndarray) else (inputs, None)
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of the stacks, the rows of a, or the columns of b.
@@ -242,6 +243,7 @@ class MatMul(Function):
     def multiply(self, a: Array, b: Array) -> Array:
         """Return the product of two stacks of matrices."""
         if b.ndim > 2 or a.ndim == 2:
-            return gemm(a, b)
+            return gemm(a, b, rounds=self.rounds)
         rows = prod(a.shape[:-1])  # a stack times a single matrix is one product of more rows
-        return gemm(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+        y = gemm(a.reshape(rows, a.shape[-1]), b, rounds=self.rounds)
+        return y.reshape(*a.shape[:-1], b.shape[-1])

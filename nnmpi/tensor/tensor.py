@@ -38,7 +38,13 @@ from nnmpi.backend.array import (
     plain,
 )
 from nnmpi.backend.kernels import to_float32
-from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low
+from nnmpi.backend.precision import (
+    FLOAT32,
+    dtype_named,
+    is_floating,
+    is_low,
+    rounds_products,
+)
 from nnmpi.backend.program.record import RecordedArray, bare
 from nnmpi.backend.recording import active, refuse, to_library
 from nnmpi.base.errors import (
@@ -774,7 +780,7 @@ def _product(a: Any, b: Any) -> Tensor:
         )
     reads = product_dtype("matmul", a, b)
     on_host = type(x) is np.ndarray
-    if is_low(reads) if on_host else is_floating(reads):
+    if (is_low(reads) or rounds_products(x)) if on_host else is_floating(reads):
         a, b = converted(a, reads), converted(b, reads)
     try:
         return reduce.MatMul()(a, b)

@@ -16,6 +16,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.device import REMEDY, expects_device, select
 from nnmpi.backend.kernels import jit, load
+from nnmpi.backend.precision import ON_HOST
 from nnmpi.base.command import Switch
 from nnmpi.base.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.base.units import format_bytes
@@ -51,7 +52,8 @@ def choose_computing(
     run = config.run
     if run.jit != "auto":
         return config, ""
-    plain = not backend.is_device and run.dtype == config.numerics.precision == "float32"
+    single = run.dtype == "float32" and config.numerics.precision in ON_HOST
+    plain = single and not backend.is_device
     versions = set(group.gather(installed_numba() if plain else ""))
     chosen: Switch = "off"
     line = ""
@@ -165,7 +167,7 @@ def check_backend(config: Config, backend: Backend) -> None:
                 " kernels of its own; leave it out, or give --backend numpy"
             )
     precision = config.numerics.precision
-    if precision != "float32" and not backend.is_device:
+    if precision not in ON_HOST and not backend.is_device:
         raise UsageError(
             f"--precision {precision} needs a CUDA device, and this run is on the CPU"
             f" ({backend.reason}); leave it out"

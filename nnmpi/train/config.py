@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
+from nnmpi.backend.precision import ON_HOST
 from nnmpi.base.command import (
     Option,
     Switch,
@@ -584,10 +585,10 @@ class Config:
             " out",
         )
         require(
-            precision == "float32" or run.backend != "numpy",
+            precision in ON_HOST or run.backend != "numpy",
             f"--precision {precision} needs a CUDA device; use --backend cupy, or leave it out",
         )
-        compiled = run.dtype == precision == "float32" and run.backend != "cupy"
+        compiled = run.dtype == "float32" and precision in ON_HOST and run.backend != "cupy"
         require(
             compiled or run.jit != "on", "--jit compiles only for float32 on the CPU; leave it out"
         )

@@ -6,6 +6,7 @@ import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.backend.cuda import cudnn
+from nnmpi.backend.precision import describe_products
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
 from nnmpi.base.launcher import describe_idle, start_words
@@ -35,9 +36,10 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     inputs, extent, sync, where = run.inputs, run.extent, config.sync, trainer.arrangement
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
-    precision = (
-        "" if config.numerics.precision == "float32" else f", precision {config.numerics.precision}"
-    )
+    mode, precision = config.numerics.precision, ""
+    if mode != "float32":
+        how = "" if backend.is_device else f" ({describe_products()})"
+        precision = f", precision {mode}{how}"
     partition = "" if config.data.partition == "none" else f", partition {config.data.partition}"
     kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()

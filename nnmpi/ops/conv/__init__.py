@@ -7,6 +7,7 @@
     Im2col            any              columns (pixels, kh kw c) @ kernels (kh kw c, o)
     Depthwise         any              each channel alone: shifted images times numbers, added up
     ByCudnn           CuPy, cuDNN      what cuDNN's heuristics choose
+    ByOnednn          NumPy, oneDNN    the library's, of rounded arrays (see `rounded`)
     WinogradNumpy     NumPy            16 or 36 products (tiles, c) @ (c, o), 3 x 3 kernels
     CompiledWinograd  NumPy, numba     16 of them in one compiled pass (see `nnmpi.jit`)
 

@@ -8,6 +8,9 @@
 The first row that fits is chosen (docs/speed.md has what each gains):
 
 arrays                      convolution                            algorithm
+NumPy, float32, in bf16     no pooling                             ByOnednn, or Rounded: one of the
+                                                                   next, of rounded arrays
+                            otherwise                              None
 NumPy                       a group for each channel               Depthwise; with pooling: None
 NumPy, float32, `jit` on    3 x 3, even size, no or 2 x 2          CompiledWinograd
                             pooling, unless WinogradNumpy does it
@@ -22,8 +25,8 @@ any library                 otherwise                              None: conv2d,
                                                                    relu one by one
 
 The choice depends on shapes, dtypes and switches alone, never on timings: a repeated run has the
-same bits. In half precision a device computes in float16 or bfloat16; NumPy computes in float32 and
-rounds the result.
+same bits. In half precision a device computes in float16 or bfloat16. In fp16 NumPy computes in
+float32 and rounds the result.
 
 In three dimensions the planes of a volume lie side by side as channels of images. So x is copied
 kernel_depth times, and the planes' sum is the product's own:
@@ -46,7 +49,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import cast, kernels_of
-from nnmpi.backend.precision import FLOAT32
+from nnmpi.backend.precision import FLOAT32, rounds_products
 from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints
 from nnmpi.ops.activation import relu
@@ -55,6 +58,7 @@ from nnmpi.ops.conv.compiled_3x3 import CompiledWinograd
 from nnmpi.ops.conv.depthwise import CompiledDepthwise, Depthwise
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.on_device import on_device
+from nnmpi.ops.conv.rounded import rounding
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import place_for
 from nnmpi.ops.pool import max_pool2d
@@ -160,6 +164,17 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         bias: (o,), or None.
         spec: the convolution.
     """
+    if not (rounds_products(x._data) and x.dtype == FLOAT32):
+        return _choose_exact(x, weight, bias, spec)
+    # alone: a pooling in a block of tiles would round otherwise than one by itself
+    exact = _choose_exact(x, weight, bias, spec) if spec.pool == NO_POOL else None
+    return None if exact is None else rounding(exact, x.shape, weight.shape)
+
+
+def _choose_exact(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec
+) -> ConvAlgorithm | None:
+    """Return the algorithm of `choose` for arrays that are not rounded before."""
     (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x._data)
     kernel, alone = spec.kernel[0], spec.pool == NO_POOL
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
@@ -451,12 +466,19 @@ class ConvTranspose2dFunction(Function):
     def __init__(self, spec: ConvSpec, size: RowsAndColumns) -> None:
         self.spec, self.size = spec, size
 
+    def _convolution(self, y: Array, weight: Array) -> ConvAlgorithm:
+        """Return the algorithm for the ordinary convolution of y."""
+        if not isinstance(y, np.ndarray):
+            return on_device(y, self.spec, weight.shape[3])
+        exact = Im2col(self.spec)
+        return rounding(exact, y.shape, weight.shape) if self.rounds else exact
+
     def forward(self, x: Array, weight: Array) -> Array:
         xp, dtype = self.xp, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
         x = x if self.product_dtype is None else cast(x, self.product_dtype)
         y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
-        convolution = _algorithm(y, self.spec, x.shape[3])
+        convolution = self._convolution(y, weight)
         convolution.backward(x, y, weight, None, Gradients(y, None, None))
         self.saved = (x, weight, dtype)
         return y
@@ -464,7 +486,7 @@ class ConvTranspose2dFunction(Function):
     def backward(self, grad: Array) -> Grads:
         (x, weight, dtype), xp = self.saved, self.xp
         grad, to_x, to_weight = xp.ascontiguousarray(grad), None, None
-        convolution = _algorithm(grad, self.spec, x.shape[3])
+        convolution = self._convolution(grad, weight)
         if self.needs[0]:
             to_x = xp.empty(x.shape, x.dtype)
             convolution.forward(grad, weight, None, to_x, False)
@@ -473,11 +495,6 @@ class ConvTranspose2dFunction(Function):
             to_weight = place_for(self, 1, weight.shape, weight.dtype)
             convolution.backward(x, grad, weight, None, Gradients(None, to_weight, None))
         return to_x, to_weight
-
-
-def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
-    """Return the algorithm for the ordinary convolution of y."""
-    return Im2col(spec) if isinstance(y, np.ndarray) else on_device(y, spec, outputs)
 
 
 def conv_transpose2d(

@@ -248,11 +248,8 @@ class Im2col(ConvAlgorithm):
         xp = namespace(grad)
         spec = self.spec
         grad = cast(xp.ascontiguousarray(grad), x.dtype)
-        if out.bias is not None and xp.__name__ == "numpy":  # first over images, in long additions
-            sums = row_sum(grad.reshape(len(grad), prod(grad.shape[1:])))
-            row_sum(sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
-        elif out.bias is not None:
-            bias_grad(pixel_rows(grad), out.bias)
+        if out.bias is not None:
+            bias_gradient(grad, out.bias)
         if out.x is not None:
             input_gradient(grad, weight, spec, out.x, Im2col)
         for inputs, outputs in (
@@ -268,6 +265,15 @@ class Im2col(ConvAlgorithm):
             total.finish()
             if spec.groups > 1:
                 np.copyto(place, summed.reshape(place.shape))
+
+
+def bias_gradient(grad: Array, out: Array) -> None:
+    """Write the sum of a contiguous gradient (n, h, w, o) over all pixels of all images."""
+    if isinstance(grad, np.ndarray):  # first over images, in long additions
+        sums = row_sum(grad.reshape(len(grad), prod(grad.shape[1:])))
+        row_sum(sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out)
+    else:
+        bias_grad(pixel_rows(grad), out)
 
 
 def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:

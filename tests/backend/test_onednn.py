@@ -1,0 +1,234 @@
+"""Products and convolutions by oneDNN, where it makes bfloat16 fast: as NumPy computes them from
+rounded operands.
+"""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnmpi import nn, simulate, use_precision
+from nnmpi.backend import gemm, onednn
+from nnmpi.backend.blas import loaded_pools
+from nnmpi.backend.precision import describe_products, round_to_bfloat16
+from nnmpi.base.errors import DeviceError
+from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
+from nnmpi.ops.conv.im2col import Im2col
+from nnmpi.ops.conv.rounded import ByOnednn, Rounded
+
+HERE = pytest.mark.skipif(onednn.installed() is None, reason=f"oneDNN {onednn.find().reason}")
+NEAR = 1e-5  # of sums of a few hundred products in float32, relative to the largest
+
+
+def draw(*shape, seed=0):
+    """Return normal numbers."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def check_near(found, exact):
+    """Fail if an array differs by more than float32's sums do."""
+    assert found.shape == exact.shape
+    assert np.abs(found - exact).max(initial=0) <= NEAR * max(1, np.abs(exact).max(initial=0))
+
+
+LIES = "rows", "columns", "axes apart", "every second", "reversed", "repeated"
+
+
+@st.composite
+def stacks(draws):
+    """Return the shapes of two stacks of matrices and of their product, and how each lies."""
+    n, k, m, *outer = (draws(st.integers(1, 9)) for _ in range(5))
+    ndim = draws(st.integers(0, 2))
+    full = tuple(outer[:ndim])
+    left, right = (tuple(draws(st.sampled_from((1, size))) for size in full) for _ in range(2))
+    product = tuple(map(max, left, right))
+    shapes = (*left, n, k), (*right, k, m), (*product, n, m)
+    *lies, last = (draws(st.sampled_from(LIES)) for _ in range(3))
+    # nobody writes to what is repeated
+    return shapes, lies, "rows" if last == "repeated" else last, draws(st.booleans())
+
+
+def placed(x, lie):
+    """Return an array's values in memory of another order."""
+    if lie == "columns":
+        return x.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+    if lie == "axes apart":
+        return np.moveaxis(np.moveaxis(x, 0, -2).copy(), -2, 0)
+    if lie == "every second":
+        return np.repeat(x, 2, axis=-1)[..., ::2]
+    if lie == "reversed":
+        return x[..., ::-1].copy()[..., ::-1]
+    if lie == "repeated":
+        return np.broadcast_to(x[..., :1, :], x.shape)
+    return x
+
+
+@HERE
+@settings(max_examples=200, deadline=None)
+@given(stacks())
+def test_any_product(case):
+    """Of any shapes and strides, written or added."""
+    (*shapes, shape), lies, last, add = case
+    a, b = (placed(draw(*item), lie) for item, lie in zip(shapes, lies, strict=True))
+    out = placed(draw(*shape), last)
+    exact = np.matmul(round_to_bfloat16(a), round_to_bfloat16(b)) + (out if add else 0)
+    onednn.multiply(a, b, out, add)
+    check_near(out, exact)
+    low = onednn.rounded(b)
+    again = np.zeros_like(out)
+    onednn.multiply(a, low, again, False)
+    check_near(again, np.matmul(round_to_bfloat16(a), round_to_bfloat16(b)))
+
+
+@HERE
+def test_nothing_to_add_up():
+    out = np.ones((3, 2), np.float32)
+    onednn.multiply(draw(3, 0), draw(0, 2), out, True)
+    assert (out == 1).all()
+    onednn.multiply(draw(3, 0), draw(0, 2), out, False)
+    assert (out == 0).all()
+
+
+CONVOLUTIONS = [
+    # images, kernel, outputs, spec
+    ((2, 9, 8, 3), (3, 3), 5, ConvSpec((3, 3), (1, 1), (1, 1))),
+    ((2, 9, 8, 4), (3, 2), 6, ConvSpec((3, 2), (2, 1), (1, 0), (1, 2), 2)),
+    ((3, 8, 8, 8), (3, 3), 8, ConvSpec((3, 3), (1, 1), (1, 1), (1, 1), 8)),
+    ((2, 16, 16, 16), (3, 3), 32, ConvSpec((3, 3), (2, 2), (1, 1))),
+    ((2, 8, 8, 16), (1, 1), 16, ConvSpec((1, 1))),
+]
+
+
+@HERE
+@pytest.mark.parametrize("images, kernel, outputs, spec", CONVOLUTIONS)
+def test_all_passes_of_a_convolution(images, kernel, outputs, spec):
+    """With strides, borders, holes and groups, of one channel, too; and the bias."""
+    x, weight = draw(*images), draw(*kernel, images[3] // spec.groups, outputs)
+    bias, y = draw(outputs), np.empty((images[0], *spec.pooled_size(*images[1:3]), outputs), "f4")
+    grad, results = draw(*y.shape, seed=1), []
+    assert onednn.convolves(images, weight.shape, y.shape, spec[1:5])
+    for algorithm in (ByOnednn(spec), Rounded(Im2col(spec))):
+        kept = algorithm.forward(x, weight, bias, y, True)
+        out = Gradients(*(np.empty_like(item) for item in (x, weight, bias)))
+        algorithm.backward(grad, x, weight, kept, out)
+        results.append([y.copy(), *out])
+    for found, exact in zip(*results, strict=True):
+        check_near(found, exact)
+    np.testing.assert_allclose(results[0][3], grad.sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
+
+
+@HERE
+def test_what_it_refuses_is_a_sentence_with_the_shape(monkeypatch):
+    def refuse(*_):
+        return 1
+
+    session = onednn._Session(onednn.installed())
+    monkeypatch.setattr(onednn._local, "session", session)
+    monkeypatch.setattr(session.functions, "dnnl_primitive_create", refuse)
+    with pytest.raises(DeviceError, match=r"\(31, 32\): out of memory"):
+        onednn.multiply(draw(31, 32), draw(32, 33), np.empty((31, 33), np.float32), False)
+
+
+@HERE
+def test_the_table_of_primitives_is_bounded(monkeypatch):
+    monkeypatch.setattr(onednn, "PRIMITIVES", 3)
+    session = onednn._Session(onednn.installed())
+    monkeypatch.setattr(onednn._local, "session", session)
+    for n in (5, 6, 7, 8, 5):
+        out = np.empty((n, n), np.float32)
+        onednn.multiply(draw(n, n), np.eye(n, dtype="f4"), out, False)
+        np.testing.assert_array_equal(out, round_to_bfloat16(draw(n, n)))
+    assert len(session._made) == 3
+
+
+@HERE
+def test_threads_at_once():
+    """Each has its own stream and scratch memory."""
+    a, b = draw(64, 300), draw(300, 48)
+    exact, wrong = round_to_bfloat16(a) @ round_to_bfloat16(b), []
+
+    def work(factor):
+        for _ in range(200):
+            out = np.empty((64, 48), np.float32)
+            onednn.multiply(a * factor, b, out, False)
+            if not np.allclose(out, exact * factor, atol=1e-3):
+                wrong.append(factor)
+
+    threads = [threading.Thread(target=work, args=(2.0**i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@HERE
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_child_multiplies():
+    """Though OpenMP's threads stay with the parent."""
+    a, out = draw(256, 256), np.empty((256, 256), np.float32)
+    with loaded_pools().limit(limits=2, user_api="blas"):
+        onednn.multiply(a, a, out, False)
+        child = os.fork()
+        if not child:
+            again = np.empty_like(out)
+            onednn.multiply(a, a, again, False)
+            os._exit(0 if np.allclose(again, out, atol=1e-3) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@HERE
+def test_the_bits_repeat():
+    a, b = draw(300, 200), draw(200, 100)
+    first, second = (np.empty((300, 100), np.float32) for _ in range(2))
+    onednn.multiply(a, b, first, False)
+    simulate(lambda _: onednn.multiply(a, b, second, False), ranks=1)
+    assert first.tobytes() == second.tobytes()
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """Return a function that looks for the library anew."""
+    onednn.find.cache_clear()
+    yield onednn.find
+    monkeypatch.undo()
+    onednn.find.cache_clear()
+
+
+def test_why_there_is_none(searched, monkeypatch):
+    """The sentence names the file of the environment, or how to install it."""
+    monkeypatch.setenv("NNMPI_ONEDNN", "/nowhere/libdnnl.so.3")
+    assert "cannot be loaded from NNMPI_ONEDNN=/nowhere" in searched().reason
+    assert "by NumPy, slower than float32: oneDNN cannot be loaded" in describe_products()
+    searched.cache_clear()
+    monkeypatch.delenv("NNMPI_ONEDNN")
+    monkeypatch.setattr(onednn, "_installed", list)
+    monkeypatch.setattr(onednn, "NAME", "libdnnl-that-nobody-has.so.3")
+    assert searched().reason == "is not installed: pip install onednn-cpu-gomp"
+
+
+@HERE
+def test_other_versions_and_processors(searched, monkeypatch):
+    library = onednn.installed()
+    known = library.functions.dnnl_version().contents
+    monkeypatch.setattr(onednn, "OLDEST", (4, 0))
+    assert "is not 3.2" in onednn._library(library.functions, known)
+    monkeypatch.undo()
+    monkeypatch.setattr(onednn, "UNITS", {})
+    assert "no instructions for bfloat16" in onednn._library(library.functions, known)
+
+
+@HERE
+def test_layers_multiply_by_it(monkeypatch):
+    """Both passes of a linear layer whose products are large enough: three products."""
+    calls, multiply = [], onednn.multiply
+    monkeypatch.setattr(gemm.onednn, "multiply", lambda *a: (calls.append(1), multiply(*a)))
+    layer = nn.Linear(128, 96).initialize(seed=0)
+    with use_precision("bf16"):
+        x = layer(draw(64, 128)).sum()
+        x.backward()
+    assert len(calls) == 2  # the input needs no gradient
