@@ -168,3 +168,4 @@ def test_a_replay_has_the_eager_bits(means):
         value = function(draw(4, 8, 8, 2)).item()
         seen.append((value, *(parameter.grad.tobytes() for parameter in model.parameters())))
     assert all(item == seen[0] for item in seen)
+    assert compiled.recordings and not compiled.refusal

@@ -6,10 +6,8 @@ same numbers, up to the order of sums and to Winograd's transforms.
 
 from typing import Any
 
-import numpy as np
-
 from nnmpi.backend import onednn
-from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.kernels import add_bias
 from nnmpi.backend.precision import round_to_bfloat16
 from nnmpi.backend.recording import call
@@ -48,7 +46,7 @@ class Rounded(ConvAlgorithm):
         return self._exact.forward(images, kernels, bias, y, keep)
 
     def backward(self, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients) -> None:
-        grad = np.ascontiguousarray(grad)
+        grad = namespace(grad).ascontiguousarray(grad)
         if out.bias is not None:
             bias_gradient(grad, out.bias)
         grad, images, kernels = (round_to_bfloat16(item) for item in (grad, x, weight))
@@ -64,7 +62,7 @@ class ByOnednn(ConvAlgorithm):
             add_bias(y, bias)
 
     def backward(self, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
-        grad, windows = np.ascontiguousarray(grad), self.spec[1:5]
+        grad, windows = namespace(grad).ascontiguousarray(grad), self.spec[1:5]
         if out.bias is not None:
             bias_gradient(grad, out.bias)
         if out.x is not None:
