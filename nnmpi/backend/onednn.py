@@ -213,18 +213,8 @@ class _Session:
     # ---- making
 
     def description(self, shape: Shape, strides: Shape, dtype: int) -> Any:
-        """Return the description of an array, with strides in elements.
-
-        An axis of one element gets the stride of a contiguous array: the library takes descriptions
-        that differ in no other strides for equal, finds the primitive that was made for one, and
-        refuses the other's arrays.
-        """
-        known: Shape = ()
-        for stride, length in reversed(list(zip(strides, shape, strict=True))):
-            inner = shape[len(shape) - len(known) :]
-            ends = (a * b for a, b in zip(known, inner, strict=True))
-            known = (stride if length > 1 else max(ends, default=1), *known)
-        strides, result = known, _POINTER()
+        """Return the description of an array, with strides in elements."""
+        result = _POINTER()
         functions, lengths = self.functions, _LENGTH * _MOST_AXES
         check(
             functions.dnnl_memory_desc_create_with_strides(
@@ -423,8 +413,8 @@ def round_into(x: Array, out: Array) -> None:
 def _rounding(session: _Session, x: Array) -> tuple[_Primitive, Shape]:
     """Return the primitive that rounds arrays like x, and the strides of its result."""
     strides = _compact(x)
-    exact = session.description(x.shape, _elements(x), _FLOAT32)
-    low = session.description(x.shape, strides, _BFLOAT16)
+    exact = session.description(*_matrices(x.shape, _elements(x)), _FLOAT32)
+    low = session.description(*_matrices(x.shape, strides), _BFLOAT16)
     return session.reordering(f"rounding an array of shape {x.shape}", exact, low), strides
 
 
@@ -454,7 +444,7 @@ class _Product:
             operands = [right, left, product]
         types = (_BFLOAT16, _BFLOAT16, _FLOAT32)
         left, right, product = (
-            session.description(shape, strides, dtype)
+            session.description(*_matrices(shape, strides), dtype)
             for dtype, (shape, strides) in zip(types, operands, strict=True)
         )
         adding = _adding(session) if add and not self._apart else None
@@ -512,6 +502,20 @@ def _transposed(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
     """Return the shape and the strides of a stack of transposed matrices."""
     shape, strides = ((*item[:-2], item[-1], item[-2]) for item in (shape, strides))
     return shape, strides
+
+
+def _matrices(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
+    """Return a stack's shape, and its strides as those of a contiguous one in axes of one element.
+
+    The library takes descriptions that differ in no other strides for equal, finds the primitive
+    that was made for one of them, and refuses the other's arrays.
+    """
+    known: Shape = ()
+    for stride, length in reversed(list(zip(strides, shape, strict=True))):
+        inner = shape[len(shape) - len(known) :]
+        ends = (a * b for a, b in zip(known, inner, strict=True))
+        known = (stride if length > 1 else max(ends, default=1), *known)
+    return shape, known
 
 
 def _elements(x: Array) -> Shape:
