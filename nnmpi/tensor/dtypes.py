@@ -48,7 +48,7 @@ def product_dtype(name: str, *inputs: Any) -> Dtype:
     """
     mode = precision()
     if mode != "float32":
-        dtypes, values = list(map(_dtype_of, inputs)), getattr(inputs[0], "_data", None)
+        dtypes, values = list(map(_dtype_of, inputs)), getattr(inputs[0], "_data", inputs[0])
         if mode in LOW and mixes(*dtypes):
             single = rounds_products(values) and FLOAT32 in dtypes
             return FLOAT32 if single else dtype_named(LOW[mode])
