@@ -64,8 +64,9 @@ SINGLE = {"dtype": "float32", "optimizer": "sgd", "optimizer_options": {"lr": 0.
 
 
 def sequences(ranks, _):
-    """Return sequences that all ranks share, in both ways."""
-    return [Layout(sp=ranks), Layout(sp=ranks, sp_attention="ring")]
+    """Return replicas of which two or three ranks share the sequences, in both ways."""
+    sp = next(n for n in (3, 2, 1) if ranks % n == 0)
+    return [Layout(dp=ranks // sp, sp=sp, sp_attention=way) for way in ("ulysses", "ring")]
 
 
 # and how many roundings they may differ by
