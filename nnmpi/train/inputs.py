@@ -1,6 +1,7 @@
 """The data of a run: prepared once per node, loaded by every rank, and split into batches."""
 
 import hashlib
+import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from nnmpi.train.derived import context_of, count_microbatches
 from nnmpi.train.signature import BYTES, ModelSignature, versions
 
 NORMALIZED = ERRORS.keys() - {YES_OR_NO}  # losses of which the targets are, too
+PACKAGE_SUFFIXES = (".py", ".cu", ".cuh", ".npz", ".gz")  # of the files that are compared
 SMALL_BYTES = 2**20  # up to this size a set is scaled and normalized once, not batch by batch
 
 
@@ -284,14 +286,11 @@ def check_same_start(
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     """Return versions, a hash of nnmpi's and the user's files, the data's sizes, and their hash."""
-    program, folder = hashlib.sha256(), Path(__file__).parents[1]
-    package = (
-        file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz")
-    )
+    program = hashlib.sha256()
     named = chain.from_iterable(map(names_in, flatten(config).values()))
     custom = {file for name in named if (file := custom_file(name))}
-    for file in [*sorted(package), *sorted(custom)]:
-        program.update(file.read_bytes())
+    for file in [*_package_files(), *sorted(custom)]:
+        program.update(Path(file).read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
         ", ".join(map(" ".join, versions().items())),
@@ -299,6 +298,15 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
         sizes,
         f"{train.identity[:16]} {test.identity[:16]}",
     ]
+
+
+def _package_files() -> list[str]:
+    """Return nnmpi's own files, sorted by name."""
+    files = []
+    for place, folders, names in os.walk(Path(__file__).parents[1]):
+        folders[:] = [folder for folder in folders if folder != "__pycache__"]
+        files += [f"{place}{os.sep}{name}" for name in names if name.endswith(PACKAGE_SUFFIXES)]
+    return sorted(files)
 
 
 def text_source(config: Config) -> TextSource | None:
