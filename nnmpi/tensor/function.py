@@ -479,7 +479,7 @@ class Function:
     def _product_inputs(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
         dtype = product_dtype(type(self).__name__, *[x for x in inputs if x is not None])
         if not isinstance(inputs[0]._data, np.ndarray):
-            self.product_dtype = dtype if is_floating(dtype) else None
+            self.product_dtype, self.rounds = dtype if is_floating(dtype) else None, False
             return inputs, None
         self.product_dtype, self.rounds = None, precision() == "bf16"
         if is_low(dtype):

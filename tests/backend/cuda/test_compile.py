@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.backend import plain, printed
+from nnmpi.backend import activations, plain, printed
 from nnmpi.backend.cuda import kernels, launch
 from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR
@@ -53,7 +53,7 @@ PACKED = {
 NORM = "R", 1e-5, "low", "S", "S", "S"
 PRINTED = {
     "bias": (0, 1, kernels._paired, "R", "V", np.add),
-    "sigmoid": (0, 0, plain._sigmoid, "R", 0.0),
+    "sigmoid": (0, 0, activations._sigmoid, "R"),
     "softmax": (0, 0, activation.softmax_rows, "R"),
     "softmax_grad": (0, 0, activation._softmax_grad, "R", "R"),
     "layer_norm": (0, 0, plain._layer_norm, "R", 1e-5, True, "V", "V"),
