@@ -92,10 +92,13 @@ class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
 
     def finish(self) -> None:
         """Finish the sums, also of parameters tied between stages."""
-        if not self.strategy.keeps_own:  # each rank has another shard afterwards
+        # with shards each rank has another part afterwards; a sum that is not linear, and keeps what
+        # it left out, must be given the same on all ranks of a tie
+        ties_first = not (self.strategy.keeps_own and self.strategy.is_linear)
+        if ties_first:
             self._sum_ties()
         self.strategy.finish()
-        if self.strategy.keeps_own:
+        if not ties_first:
             self._sum_ties()
 
     def note_squares(self, scalars: DeferredScalars) -> None:

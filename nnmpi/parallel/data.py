@@ -92,8 +92,8 @@ class StrategySetting:
 
 class Replicas(
     Settled,
-    fixed="model group storage shares_batches released notice holders keeps_own keeps_equal"
-    " meets_in_passes is_fused acts_alone has_state per_replica unused",
+    fixed="model group storage shares_batches released notice holders keeps_own is_linear"
+    " keeps_equal meets_in_passes is_fused acts_alone has_state per_replica unused",
 ):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
@@ -109,6 +109,7 @@ class Replicas(
 
     Attributes:
         keeps_own: whether each rank still has its own gradients, or all sums, after a step.
+        is_linear: whether the sum of two gradients' sums is that of the gradients' sum.
         keeps_equal: whether all ranks have the same bits of what they all have of the weights.
         meets_in_passes: whether the ranks meet within each backward pass, not only in the last.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
@@ -130,6 +131,7 @@ class Replicas(
     """
 
     keeps_own: ClassVar[bool] = True
+    is_linear: ClassVar[bool] = True
     keeps_equal: ClassVar[bool] = True
     meets_in_passes = False
     is_fused: ClassVar[bool] = False

@@ -175,6 +175,7 @@ class SummedReplicas(Replicas, fixed="sums"):
     """
 
     has_state: ClassVar[bool] = True
+    is_linear: ClassVar[bool] = False  # it may be anything
 
     @classmethod
     def why_not(cls, setting: StrategySetting) -> str:

@@ -262,6 +262,41 @@ def test_a_pipeline_compresses_as_its_replicas_would(word):
         np.testing.assert_allclose(piped[name], array, atol=2e-3)
 
 
+@pytest.mark.parametrize("word", ["powersgd:2", "topk:0.2"])
+def test_what_stages_share_is_compressed_once_and_resumed(word, tmp_path):
+    """The embedding, whose gradient is that of the first stage and of the last one together."""
+    tokens = np.random.default_rng(3).integers(17, size=(12, 9))
+
+    def step(worker):
+        ranks = worker.arrangement.mesh.dp
+        rows = np.roll(tokens, worker.optimizer.steps, axis=1)[ranks.rank :: ranks.size]
+        worker.step(rows[:, :-1], rows[:, 1:])
+
+    def main(group, layout, steps, resumes=False):
+        where = arrange(models.gpt(17, 8, features=16, layers=2, heads=2), group, layout)
+        where.model.initialize(seed=0, storage=where.storage)
+        optimizer = optim.SGD(where.model.storage, lr=0.2, momentum=0.9)
+        exchange = GradientExchange(compress=word)
+        worker = nnmpi.Worker(where.model, optimizer, group, exchange=exchange, arrangement=where)
+        if resumes:
+            nnmpi.resume(tmp_path, worker)
+        for number in range(optimizer.steps, steps):
+            if number == 2 and not resumes:
+                nnmpi.save(tmp_path, worker)
+            step(worker)
+        return worker.state()[0].to_dict(everywhere=True)
+
+    replicas = simulate(lambda group: main(group, Layout(), 1), 2)[0]
+    pipeline = Layout(pp=2, split=(4, 4))
+    piped = simulate(lambda group: main(group, pipeline, 1), 4)[0]
+    for name, array in replicas.items():
+        np.testing.assert_allclose(piped[name], array, atol=1e-5, err_msg=name)
+    unbroken = simulate(lambda group: main(group, pipeline, 4), 4)[0]
+    resumed = simulate(lambda group: main(group, pipeline, 4, resumes=True), 4)[0]
+    for name, array in unbroken.items():
+        np.testing.assert_array_equal(resumed[name], array, err_msg=name)
+
+
 @pytest.mark.parametrize("word", ["fp16", "bf16", "topk:0.1"])
 def test_what_a_tensor_group_has_in_common_stays_equal(word):
     """Each of its ranks sums for itself, with the same bits; some have nothing of a parameter."""
