@@ -351,7 +351,7 @@ class Replicas(
     # ---- its state ----
 
     def state(self) -> Mapping[str, Mapping[Parameter, Array]]:
-        """Return what the next sums depend on: live arrays by name and parameter.
+        """Return what the next sums depend on: live arrays by name and parameter. Collective.
 
         Checkpoints keep it, beside the optimizer's; see `per_replica`.
         """

@@ -20,17 +20,19 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import expect
+from nnmpi.base.errors import UsageError, expect
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, AlgorithmLike
-from nnmpi.comm.buffers import CommBuffer
+from nnmpi.comm.buffers import CommBuffer, is_device
 from nnmpi.comm.group import COLLECTIVE, Group
 from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import Replicas, StrategySetting
-from nnmpi.parallel.replication import check_free, check_same_model
+from nnmpi.parallel.replication import check_equal, check_free, check_same_model
 from nnmpi.tensor.parameter import Parameter
 
 GRADIENTS = "gradients"  # the category of such exchanges in a timeline
@@ -107,7 +109,8 @@ class GradientSum:
     Attributes:
         group: as given.
         state: arrays that the next sums depend on, as {name: {parameter's name: array}}; empty at
-            first. They are saved in checkpoints, so change them in place. An array of its
+            first. They are saved in checkpoints, so make them in `__init__`, and change them in
+            place; no other attribute is saved. An array of its
             gradient's shape is resumed under any layout; one of another shape only if no rank has
             just a part of the parameter.
         per_replica: the names in `state` of what differs between the replicas. A checkpoint keeps
@@ -170,7 +173,8 @@ class SummedReplicas(Replicas, fixed="sums"):
         sums: the `GradientSum`.
 
     Raises:
-        UsageError: on all ranks, if `kind` returns something else; and see `DataParallel`.
+        UsageError: on all ranks, if `kind` returns something else, or a state that cannot be kept;
+            and see `DataParallel`.
         CommError: on all ranks, when their models differ.
     """
 
@@ -200,6 +204,7 @@ class SummedReplicas(Replicas, fixed="sums"):
         with agreed(group):
             self.sums = kind(own, self._gradients(self._shared))
             expect(f"GradientExchange(sum={name_of(kind)})", (self.sums, GradientSum))
+            self._check_state()
         self.per_replica, self.acts_alone = tuple(self.sums.per_replica), self.sums.acts_alone
         self._own = own
         # the arrays of the state with copies from before the last sum, and the updates by then
@@ -223,11 +228,34 @@ class SummedReplicas(Replicas, fixed="sums"):
         optimizer = self._optimizer()
         self._updates = 0 if optimizer is None else optimizer.steps
         self._before = [(array, array.copy()) for array in self._arrays()]
-        self.sums.sum(self._trained())
+        returned = self.sums.sum(self._trained())  # type: ignore[func-returns-value]
+        name, kept = type(self.sums).__name__, self._arrays()
+        if returned is not None:
+            raise UsageError(
+                f"{name}.sum returned a {type(returned).__name__}; change the gradients in place,"
+                " and return nothing"
+            )
+        if [*map(id, kept)] != [id(array) for array, _ in self._before]:
+            raise UsageError(
+                f"{name}.sum put other arrays into self.state; make them in __init__, and change"
+                " them in place, as checkpoints and steps that are refused do"
+            )
 
     def state(self) -> Mapping[str, Mapping[Parameter, Array]]:
         """See `Replicas.state`."""
         self._settle()
+        equal = {
+            f"{slot} of {name}": array
+            for slot, arrays in self.sums.state.items()
+            if slot not in self.per_replica
+            for name, array in arrays.items()
+        }
+        if equal:
+            kind = type(self.sums).__name__
+            problem = (
+                f"the state {{}} of {kind} differs between the replicas; name it in per_replica"
+            )
+            check_equal(self.group, equal, problem)
         by_name = {parameter.name: parameter for parameter in self._shared}
         return {
             slot: {by_name[name]: array for name, array in arrays.items()}
@@ -258,6 +286,33 @@ class SummedReplicas(Replicas, fixed="sums"):
         if not self.released:
             super().release()
             self._own.free()
+
+    def _check_state(self) -> None:
+        """Refuse a state that a checkpoint could not keep.
+
+        Raises:
+            UsageError: for names and values that `GradientSum` does not allow.
+        """
+        sums, names = self.sums, self._gradients(self._shared)
+        kind = type(sums).__name__
+        for slot in sums.per_replica:
+            if slot not in sums.state:
+                raise UsageError(
+                    f"{kind}.per_replica names {slot}, which is not in self.state; make its arrays"
+                    " in __init__"
+                )
+        for slot, arrays in sums.state.items():
+            if not str(slot).isidentifier():  # the names of replicas and parameters come behind it
+                raise UsageError(f"{kind}.state has the name {slot!r}; give it letters and digits")
+            is_kept = isinstance(arrays, Mapping) and all(
+                name in names and (isinstance(array, np.ndarray) or is_device(array))
+                for name, array in arrays.items()
+            )
+            if not is_kept:
+                raise UsageError(
+                    f"{kind}.state[{slot!r}] must have an array for each name of a gradient, or for"
+                    " some of them"
+                )
 
     def _trained(self) -> Mapping[str, Array]:
         return self._gradients(item for item in self._shared if item.requires_grad)

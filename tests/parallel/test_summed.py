@@ -153,6 +153,68 @@ def test_what_is_no_sum_is_refused():
     refuses(NotImplementedError, "GradientSum defines no sum", made, GradientSum, 1)
 
 
+def kept_by(state, change=None, per_replica=()):
+    """Return a class that begins with a state, given by a function, and changes it in each sum."""
+
+    class Kept(Plain):
+        def __init__(self, group, gradients):
+            super().__init__(group, gradients)
+            self.per_replica = per_replica
+            self.state |= state(gradients)
+
+        def sum(self, gradients):
+            super().sum(gradients)
+            return change and change(self, gradients)
+
+    return Kept
+
+
+@pytest.mark.parametrize(
+    "state, sentence",
+    [
+        (lambda grads: {"own.0": grads}, "state has the name 'own.0'"),
+        (lambda grads: {"a/b": grads}, "state has the name 'a/b'"),
+        (lambda grads: {"own": {"nobody": np.ones(1)}}, r"state\['own'\] must have an array for"),
+        (lambda grads: {"own": dict.fromkeys(grads, 1.0)}, r"state\['own'\] must have an array"),
+        (lambda grads: {"own": np.ones(3)}, r"state\['own'\] must have an array"),
+    ],
+)
+def test_a_state_that_no_checkpoint_could_keep_is_refused(state, sentence):
+    usage_error(sentence, simulate, lambda group: worker_of(group, kept_by(state)), 2)
+
+
+def test_a_state_is_made_at_first_and_changed_in_place():
+    """Otherwise a refused step, or a resumed run, would go on with other arrays."""
+
+    def zeros(grads):
+        return {"own": {name: 0 * grad for name, grad in grads.items()}}
+
+    def replace(sums, gradients):
+        sums.state["own"] = zeros(gradients)
+
+    def trains(kind, steps=1):
+        simulate(lambda group: [step(worker_of(group, kind), number) for number in range(steps)], 2)
+
+    usage_error("Kept.sum put other arrays into self.state", trains, kept_by(zeros, replace))
+    usage_error("put other arrays", trains, kept_by(lambda grads: {}, replace))
+    usage_error("per_replica names rest, which", trains, kept_by(zeros, None, ("rest",)))
+    usage_error("returned a dict; change the grad", trains, kept_by(zeros, lambda *given: {1: 2}))
+
+
+def test_what_differs_between_the_replicas_is_saved_of_each_or_refused(tmp_path):
+    def main(group):
+        def add(sums, gradients):
+            for array in sums.state["own"].values():
+                array += group.rank
+
+        worker = worker_of(group, kept_by(lambda grads: {"own": {"5.bias": np.zeros(3)}}, add))
+        nnmpi.save(tmp_path, worker)
+        step(worker, 0)
+        nnmpi.save(tmp_path, worker)
+
+    refuses(CommError, "own of 5.bias of Kept differs .* name it in per_replica", simulate, main, 2)
+
+
 def resumed(folder, before, after, layout=None, former=None, kind=Half):
     """Return the weights and states after two steps on some ranks and one on others."""
 
