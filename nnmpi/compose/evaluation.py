@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from math import prod
+from math import nan, prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,9 +22,9 @@ import nnmpi.compose.losses as losses
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.sums import slices
-from nnmpi.base.errors import NnmpiError, UsageError, name_ranks
+from nnmpi.base.errors import NnmpiError, UsageError, is_own, name_ranks
 from nnmpi.base.loop import Taken
-from nnmpi.comm.agreement import agreed
+from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import SumError, SumLoss, is_own_loss
@@ -76,11 +76,11 @@ class _Merged:
     """States in the order of the rows, merged two by two: n joined rows are copied log2(n) times.
 
     Args:
-        merge: of a metric.
+        metric: says how they are merged.
     """
 
-    def __init__(self, merge: Callable[[MetricState, MetricState], MetricState]) -> None:
-        self._merge = merge
+    def __init__(self, metric: Metric) -> None:
+        self._merge = metric.merged
         self._parts: list[tuple[int, MetricState]] = []  # with the number of states in each
 
     def add(self, state: MetricState) -> None:
@@ -92,7 +92,12 @@ class _Merged:
 
     def result(self) -> MetricState | None:
         """Return the state of all rows; None without any."""
-        return reduce(self._merge, (state for _, state in self._parts)) if self._parts else None
+        if not self._parts:
+            return None
+        counts, states = zip(*self._parts, strict=True)
+        state = reduce(self._merge, states)
+        self._parts = [(sum(counts), state)]  # a merge of one's own may have changed the parts
+        return state
 
 
 class MetricStates:
@@ -119,7 +124,7 @@ class MetricStates:
         self._known = [metric for metric in chosen if metric.known is not None and is_plain]
         measured = [metric for metric in chosen if metric not in self._known]
         self._metric_of: dict[_Kind, Metric] = {_kind_of(metric): metric for metric in measured}
-        self._sums = {kind: _Merged(kind[1]) for kind in self._metric_of}
+        self._sums = {kind: _Merged(metric) for kind, metric in self._metric_of.items()}
         self.failed: NnmpiError | None = None  # to be raised where all ranks meet
 
     def add(self, outputs: Array, labels: NDArray[Any], counts: bool) -> None:
@@ -178,8 +183,12 @@ class MetricStates:
         )
 
     def shapes(self) -> list[list[int] | None]:
-        """Return the shape of each state as JSON; None without rows."""
-        states = (merged.result() for merged in self._sums.values())
+        """Return the shape of each state as JSON; None without rows. What raises is kept."""
+        try:
+            states = [merged.result() for merged in self._sums.values()]
+        except NnmpiError as error:
+            self.failed = self.failed or error
+            return []
         return [None if state is None else [*state.shape] for state in states]
 
     def over(
@@ -201,8 +210,17 @@ class MetricStates:
             )
         }
 
+    @property
+    def is_same_everywhere(self) -> bool:
+        """Whether the ranks find the same values from the same states.
+
+        A function of one's own may depend on the rank, or draw numbers, and ranks that have
+        different values would not stop at the same evaluation.
+        """
+        return all(is_own(metric.finish) for metric in self._chosen)
+
     def values(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return the metrics' values by name.
+        """Return the metrics' values by name; NaN without any rows.
 
         Args:
             evaluation: with the states over all ranks.
@@ -210,6 +228,8 @@ class MetricStates:
         Raises:
             UsageError: for an exception in a function of one's own.
         """
+        if not evaluation.targets:
+            return {metric.name: nan for metric in self._chosen}
         return {
             metric.name: (
                 metric.known(evaluation)
@@ -244,7 +264,7 @@ def _over_ranks(
             for part, shape in zip(parts, shapes, strict=True)
             if shape is not None
         ]
-        return reduce(metric.merge, states)
+        return reduce(metric.merged, states)
     if any(shape != known[0] for shape in known):
         raise UsageError(
             f"metric {metric.name}: its states have the shapes {known} on the ranks, which cannot"
@@ -298,8 +318,9 @@ def evaluate_all(
     # as JSON, since another rank may have a further batch, whose rows the ranks tell in this way
     told: dict[str, Any] = {"sums": [*own, rows, own_targets]}
     if measured is not None:
+        shapes = measured.shapes()
         failed = measured.failed is not None
-        told |= {"metrics": measured.text(), "failed": failed, "shapes": measured.shapes()}
+        told |= {"metrics": measured.text(), "failed": failed, "shapes": shapes}
     by_rank = group.gather(told)
     refuse_uneven(by_rank)
     _check_metrics(group, measured, by_rank)
@@ -317,8 +338,11 @@ def evaluate_all(
     )
     if measured is not None:
         result.states = measured.over(group, [item["shapes"] for item in by_rank])
-        with agreed(group):
-            result.metrics = measured.values(result)
+        if measured.is_same_everywhere:
+            with agreed(group):
+                result.metrics = measured.values(result)
+        else:
+            result.metrics = on_root(group, lambda: measured.values(result))
         result.wall_s = clock.now() - begin
     return result
 

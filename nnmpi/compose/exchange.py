@@ -92,8 +92,8 @@ class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
 
     def finish(self) -> None:
         """Finish the sums, also of parameters tied between stages."""
-        # with shards each rank has another part afterwards; a sum that is not linear, and keeps what
-        # it left out, must be given the same on all ranks of a tie
+        # with shards each rank has another part afterwards; a sum that is not linear must be given
+        # the same on all ranks of a tie, as what it leaves out and keeps is one state of them all
         ties_first = not (self.strategy.keeps_own and self.strategy.is_linear)
         if ties_first:
             self._sum_ties()

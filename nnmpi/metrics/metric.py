@@ -106,12 +106,36 @@ class Metric:
                 that is not made of numbers.
         """
         try:
-            return np.ascontiguousarray(self.measure(outputs, labels), dtype=np.float64)
+            measured = self.measure(outputs, labels)
+            if measured is None:  # which NumPy would take for no number
+                raise TypeError("it returns None; return the state")
+            return np.ascontiguousarray(measured, dtype=np.float64)
         except (NnmpiError, MemoryError):
             raise
         except Exception as error:
             raise UsageError(
                 f"metric {self.name}: {fault(self.measure, ('outputs', 'labels'), error)}"
+            ) from error
+
+    def merged(self, first: MetricState, second: MetricState) -> MetricState:
+        """Return the state of both, which `merge` may change.
+
+        Raises:
+            UsageError: as `state`, and for states to be added that have different shapes.
+        """
+        if self.merge is np.add and first.shape != second.shape:
+            raise UsageError(
+                f"metric {self.name}: its states have the shapes {first.shape} and {second.shape},"
+                " which cannot be added; measure the same shape of any rows, or give the Metric"
+                " another merge"
+            )
+        try:
+            return np.ascontiguousarray(self.merge(first, second), dtype=np.float64)
+        except (NnmpiError, MemoryError):
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"metric {self.name}: {fault(self.merge, ('state', 'state'), error)}"
             ) from error
 
     def value(self, state: MetricState | None) -> float:

@@ -10,10 +10,11 @@ values are those of scikit-learn's functions of the same names:
     top-5                    of equal logits the first ones count, as in accuracy
     auc                      equal scores count one half; NaN with labels of one class alone. It
                              needs all scores: 16 bytes for each test sample, on each rank
-    rmse, mae, r2            over all elements; r2 is multioutput="variance_weighted"
+    rmse, mae, r2            over all elements; r2 is multioutput="variance_weighted", without
+                             outputs of constant targets; NaN if all are constant
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import exp, inf, log, nan, sqrt
 from sys import float_info
 from typing import Any, NamedTuple
@@ -268,8 +269,11 @@ def _mae(state: MetricState) -> float:
 
 def _r2(state: MetricState) -> float:
     errors = _Errors(*state)
-    deviations = errors.deviations.sum()
-    return float(1 - errors.squares.sum() / deviations) if deviations > 0 else nan
+    varies = errors.deviations > 0
+    if not varies.any():
+        return nan
+    # an output whose targets are constant has no variance that could be explained
+    return float(1 - errors.squares[varies].sum() / errors.deviations[varies].sum())
 
 
 def _of_errors(
@@ -446,14 +450,17 @@ def find_metrics(
             for two of one name.
     """
     chosen: dict[str, Metric] = {}
-    for item in [given] if isinstance(given, str) or callable(given) else given:
+    named: dict[str, Any] = {}
+    is_one = isinstance(given, str) or callable(given) or not isinstance(given, Iterable)
+    for item in [given] if is_one else given:
         metric = find_metric(item, option, class_names)
         before = chosen.setdefault(metric.name, metric)
-        if before is not metric and item is not before:
+        if before is not metric and item not in (before, named[metric.name]):
             raise UsageError(
                 f"{option} has two metrics that are called {metric.name}; give one of them"
                 " another name"
             )
+        named.setdefault(metric.name, item)
     if task is not None:
         check_suits(chosen.values(), task, METRICS.values())
     return tuple(chosen.values())

@@ -65,18 +65,23 @@ def run_metrics(
         UsageError: for an unknown metric, for one that is not for what the model predicts, and for
             a name that records have for something else.
     """
-    task, names = task_of(signature, samples), signature.class_names
+    task = task_of(signature, samples)
+    found: dict[str, Metric] = {}  # each once, since a file gives another function at each reading
+
+    def find(name: str, option: str) -> Metric:
+        if name not in found:
+            found[name] = find_metric(name, option, signature.class_names, signature.outputs)
+        return found[name]
+
     kind = TOKENS if samples.is_tokens else task.kind
     usual = [row for row in METRICS.values() if kind in row.default_for]
     best_by = None
     if options.best_by not in (None, LOSS):
-        best_by = find_metric(options.best_by, "--best-by", names, signature.outputs)
+        best_by = find(options.best_by, "--best-by")
         find_metrics([best_by], task, "--best-by")
     elif options.best_by is None and kind not in (TOKENS, QUANTITIES):
         best_by = usual[0]
-    given = [
-        find_metric(name, "--metric", names, signature.outputs) for name in (*options.metric, *more)
-    ]
+    given = [find(name, "--metric") for name in (*options.metric, *more)]
     decides = [] if best_by is None else [best_by]
     chosen = find_metrics(_once([*usual, *given, *decides]), task, "--metric")
     for metric in chosen:
@@ -95,16 +100,4 @@ def run_metrics(
 
 def _once(metrics: Iterable[Metric]) -> list[Metric]:
     """Return metrics without those that are named again, such as a --best-by that is a --metric."""
-    result: list[Metric] = []
-    for metric in metrics:
-        is_known = any(_same(metric, item) for item in result)
-        result += [] if is_known else [metric]
-    return result
-
-
-def _same(one: Metric, other: Metric) -> bool:
-    return one is other or (one.name, one.measure, one.merge) == (
-        other.name,
-        other.measure,
-        other.merge,
-    )
+    return [*{id(metric): metric for metric in metrics}.values()]

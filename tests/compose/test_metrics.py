@@ -15,6 +15,7 @@ from nnmpi import (
     ops,
     simulate,
 )
+from nnmpi.base.errors import UsageError
 from nnmpi.data import Loader
 from nnmpi.metrics import METRICS, Metric
 from nnmpi.nn import Sharding
@@ -247,7 +248,58 @@ def test_the_samples_of_no_rank_have_no_metrics():
 
     def program(group):
         worker = work(build(), group)
-        return worker.evaluate([], metrics=["f1", "recall:1"]).metrics
+        return worker.evaluate([], metrics=["f1", "recall:1", "accuracy", "perplexity"]).metrics
 
     for found in simulate(program, 2):
         assert np.isnan([*found.values()]).all()
+
+
+def test_a_value_is_the_same_on_all_ranks():
+    """Also of a function that depends on the rank: ranks must not stop at other evaluations."""
+
+    def program(group):
+        worker = work(build(), group)
+        own = Metric("own", lambda outputs, labels: [len(labels)], lambda state: 10 + group.rank)
+        return worker.evaluate(
+            Loader(dataset(ROWS), 7, group, dtype="float64").epoch(0), metrics=own
+        ).metrics["own"]
+
+    assert simulate(program, 3) == [10, 10, 10]
+
+
+def test_a_merge_may_change_what_it_is_given():
+    def add(first, second):
+        first += second
+        return first
+
+    def program(group):
+        worker = work(build(), group)
+        own = Metric("own", lambda outputs, labels: [len(labels)], lambda state: state[0], add)
+        batches = Loader(dataset(ROWS), 3, group, shuffle=False, dtype="float64").epoch(0)
+        return worker.evaluate(batches, metrics=own).metrics["own"]
+
+    for ranks in (1, 2, 3):
+        assert simulate(program, ranks) == [ROWS] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_states_that_cannot_be_merged_are_refused(ranks):
+    """On all ranks, in a sentence, whether a rank has them alone or several together."""
+
+    def program(group, measure, merge):
+        worker = work(build(), group)
+        batches = Loader(
+            dataset(ROWS), 5 * group.size, group, shuffle=False, dtype="float64"
+        ).epoch(0)
+        worker.evaluate(batches, metrics=Metric("own", measure, len, merge))
+
+    def broken(first, second):
+        raise ValueError("no merge")
+
+    for measure, merge, text in (
+        (lambda outputs, labels: labels * 1.0, np.add, "own: its states have the shapes"),
+        (lambda outputs, labels: [1], broken, "own: broken.* raised ValueError .*: no merge"),
+        (lambda outputs, labels: None, np.add, "own: .*raised TypeError.*returns None"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            simulate(lambda group, a=measure, b=merge: program(group, a, b), ranks)

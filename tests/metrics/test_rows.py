@@ -1,6 +1,7 @@
 """Each metric has scikit-learn's value, of all rows at once and merged from batches in any way."""
 
 import re
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -56,6 +57,7 @@ CASES = {
     "mae": (OUTPUTS, NUMBERS, 0.31870426829268805),
     "r2": (OUTPUTS[:, 0], NUMBERS[:, 0], 0.984209963556435),
     "r2 of 2": (OUTPUTS, NUMBERS, 0.9840283421300499),
+    "r2 of 2, one constant": (OUTPUTS, NUMBERS * [1, 0], 0.984209963556435),
 }
 
 
@@ -208,6 +210,21 @@ def test_a_function_of_ones_own_is_a_mean():
     )
     usage_error("two metrics that are called f1", find_metrics, ["f1", Metric("f1", len, len)])
     assert len(find_metrics(["f1", "f1"])) == 1
+
+
+def test_what_is_given_twice_is_measured_once():
+    def right(outputs, labels):
+        return outputs.argmax(axis=1) == labels
+
+    own = Metric("own", lambda outputs, labels: [1], len)
+    for given in ("f1", "recall:1", right, own):
+        assert len(find_metrics([given, given])) == 1
+    usage_error(
+        "has two metrics that are called recall",
+        find_metrics,
+        [replace(own, name="recall"), "recall"],
+    )
+    usage_error("metrics= None is unknown; give one of accuracy", find_metrics, None)
 
 
 def test_a_metric_cannot_change_what_others_measure():

@@ -134,6 +134,14 @@ def test_the_best_evaluation_is_the_best_by_it(by, highest):
     usage_error("the run has --best-by", run, "--resume run --best-by accuracy")
 
 
+def test_the_best_may_be_by_a_metric_of_ones_own_that_is_reported():
+    """A file gives another function each time it is read; a metric's name stands for one."""
+    for name in ("own.py:right", "own.py:rare"):
+        words = f"--dataset classes.npz --epochs 1 --metric {name},{name} --best-by {name}"
+        last = run(words, out=name[-4:])[-1]
+        assert sum(key == name[7:] for key in last) == 1
+
+
 def test_patience_is_of_the_metric():
     """By one that never changes it ends after the second evaluation that gains nothing."""
     words = "--dataset classes.npz --epochs 9 --early-stopping 2 --best-by own.py:constant"
