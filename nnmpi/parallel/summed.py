@@ -228,7 +228,7 @@ class SummedReplicas(Replicas, fixed="sums"):
         optimizer = self._optimizer()
         self._updates = 0 if optimizer is None else optimizer.steps
         self._before = [(array, array.copy()) for array in self._arrays()]
-        returned = self.sums.sum(self._trained())  # type: ignore[func-returns-value]
+        returned = self.sums.sum(self._trained())
         name, kept = type(self.sums).__name__, self._arrays()
         if returned is not None:
             raise UsageError(
