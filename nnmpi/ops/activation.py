@@ -174,6 +174,8 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
         )
     if not mixes(x._data.dtype, weight._data.dtype):
         operands("prelu", x, weight)
+    if not x.ndim:  # which would be broadcast to the weight's axis
+        return prelu(x.reshape(1), weight).reshape(())
     return (PReLUFunction if weight.size == 1 else ChannelPReLUFunction)()(x, weight)
 
 

@@ -140,3 +140,12 @@ def test_softmax_of_large_logits(dtype):
     rng = np.random.default_rng(0)
     y = ops.softmax(Tensor(rng.standard_normal((3, 4, 5)).astype(dtype)), 1)
     np.testing.assert_allclose(y.data.sum(1), np.ones((3, 5)), rtol=1e-6)
+
+
+def test_a_number_stays_a_number():
+    """A slope, which has an axis, gives none to a result or a gradient."""
+    x, slope = Tensor(np.float32(-3), requires_grad=True), Tensor(np.float32([0.25]), True)
+    y = ops.prelu(x, slope)
+    y.backward(np.float32(2))
+    assert y.shape == () and y.numpy() == -0.75
+    assert (x.grad, slope.grad.tolist()) == (0.5, [-6])
