@@ -289,8 +289,8 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     program = hashlib.sha256()
     named = chain.from_iterable(map(names_in, flatten(config).values()))
     custom = {file for name in named if (file := custom_file(name))}
-    for file in [*_package_files(), *sorted(custom)]:
-        program.update(Path(file).read_bytes())
+    for path in [*_package_files(), *sorted(custom)]:
+        program.update(path.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
         ", ".join(map(" ".join, versions().items())),
@@ -300,13 +300,13 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     ]
 
 
-def _package_files() -> list[str]:
+def _package_files() -> list[Path]:
     """Return nnmpi's own files, sorted by name."""
-    files = []
+    files: list[str] = []
     for place, folders, names in os.walk(Path(__file__).parents[1]):
         folders[:] = [folder for folder in folders if folder != "__pycache__"]
         files += [f"{place}{os.sep}{name}" for name in names if name.endswith(PACKAGE_SUFFIXES)]
-    return sorted(files)
+    return [Path(file) for file in sorted(files)]
 
 
 def text_source(config: Config) -> TextSource | None:
