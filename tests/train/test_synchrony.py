@@ -21,7 +21,7 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--sync local --outer-momentum 1", "--outer-momentum is 1"),
         ("--sync asp --slow rank=2,factor=3", "slow: rank 2 does not exist"),
         ("--slow fast", "slow: 'fast' is unknown"),
-        ("--sync gossip", "gossip on one rank has no neighbours"),
+        ("--sync gossip", "gossip on 1 rank has no neighbours"),
         ("--sync asp --staleness 3", "--staleness is for --sync ssp, not for asp"),
         (
             "--sync ssp --local-steps 3",
