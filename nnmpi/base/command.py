@@ -588,16 +588,6 @@ def kinds(hint: Any) -> tuple[Any, ...]:
     )
 
 
-class Glossary:
-    """What each name of a table stands for, for the help of options that take these names."""
-
-    def __init__(self, rows: Mapping[str, str]) -> None:
-        self.text = " ".join(f"{name}: {words}." for name, words in rows.items() if words)
-
-    def __repr__(self) -> str:
-        return "..."  # in a signature
-
-
 def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.storage import Storage
-from nnmpi.base.command import Glossary
 from nnmpi.base.errors import UsageError, number
+from nnmpi.base.glossary import Glossary
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, decayed
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (

@@ -11,9 +11,9 @@ from functools import cache
 from itertools import chain, zip_longest
 from typing import Annotated, Any, TypeAlias
 
-from nnmpi.base.command import Glossary
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError, UsageError, check_int
+from nnmpi.base.glossary import Glossary
 from nnmpi.base.shard import split
 from nnmpi.schedule.schedule import (
     Home,

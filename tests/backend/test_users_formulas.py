@@ -12,7 +12,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, nn, optim
-from nnmpi.backend import plain
+from nnmpi.backend import activations, plain
 from nnmpi.backend.activations import Activation, Saves
 from nnmpi.backend.kernels import PLAIN, kernels_of
 from nnmpi.backend.trace import is_printable
@@ -173,7 +173,7 @@ def decorated(function):
 
 def around(k):
     """Return nnmpi's own formula within one of a user's."""
-    return lambda x: (plain._silu(x, False)[0] * k,)
+    return lambda x: (activations._silu(x, False)[0] * k,)
 
 
 @jits
@@ -182,15 +182,15 @@ def test_own_formulas_within_a_users(jit):
     x = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
     with compiled(jit):
         for formula in (
-            decorated(lambda x: plain._silu(x, False)),
-            functools.wraps(plain._silu)(lambda x: (x * 5,)),
+            decorated(lambda x: activations._silu(x, False)),
+            functools.wraps(activations._silu)(lambda x: (x * 5,)),
             functools.partial(plain._affine, factors=2.0, shifts=1.0),
             around(2.0),
             around(3.0),
         ):
             assert not is_printable(formula)
             np.testing.assert_allclose(rows_of(formula, x), formula(x)[0], rtol=2e-6)
-    assert is_printable(plain._silu)
+    assert is_printable(activations._silu)
 
 
 ODD = {

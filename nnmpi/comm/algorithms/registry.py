@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import Annotated, Final, TypeAlias
 
-from nnmpi.base.command import Glossary
 from nnmpi.base.errors import UsageError
+from nnmpi.base.glossary import Glossary
 from nnmpi.comm.algorithms.bruck import (
     bruck_all_gather,
     bruck_all_to_all,

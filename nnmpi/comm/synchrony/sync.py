@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from nnmpi.base.command import PLAIN, Glossary, check_idle, check_numbers, settings
+from nnmpi.base.command import PLAIN, check_idle, check_numbers, settings
 from nnmpi.base.custom import Custom, name_of
 from nnmpi.base.errors import UsageError, counted
+from nnmpi.base.glossary import Glossary
 
 Bound: TypeAlias = int | None
 """The most steps that a worker of a server may be ahead of the slowest; None for any."""
