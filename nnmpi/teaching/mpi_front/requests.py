@@ -445,11 +445,12 @@ class Message(FrontHandle):
 
     def Recv(self, buf, status=None):
         """Receive it into a buffer."""
-        return Request._of(self._take(read(buf))).Wait(status) and None
+        return self.Irecv(buf).Wait(status) and None
 
     def Irecv(self, buf):
         """Start receiving it."""
-        return Request._of(self._take(read(buf)))
+        from_nobody = self._value is not None and self._value[1] is None
+        return Request._of(self._take(None if from_nobody else read(buf)))
 
     def recv(self, status=None):
         """Return its object."""
