@@ -66,7 +66,13 @@ def test_times():
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")],
+    [
+        (0.44, "0.4 s"),
+        (59.9, "59.9 s"),
+        (245.4, "4 min 05 s"),
+        (3600.0, "1 h 00 min"),
+        (7380.0, "2 h 03 min"),
+    ],
 )
 def test_times_for_people(seconds, text):
     assert format_duration(seconds) == text
