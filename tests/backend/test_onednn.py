@@ -19,6 +19,7 @@ from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.rounded import ByOnednn, Rounded
 
+pytestmark = pytest.mark.host_only("the processor's products")
 HERE = pytest.mark.skipif(onednn.installed() is None, reason=f"oneDNN {onednn.find().reason}")
 NEAR = 1e-5  # of sums of a few hundred products in float32, relative to the largest
 
