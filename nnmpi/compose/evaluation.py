@@ -69,7 +69,7 @@ class Evaluation(Totals):
 
     def state_of(self, metric: Metric) -> MetricState | None:
         """Return what a metric has measured; None without samples, or if it was not asked for."""
-        return self.states.get((metric.measure, metric.merge))
+        return self.states.get(_kind_of(metric))
 
 
 class _Merged:
