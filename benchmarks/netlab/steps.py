@@ -116,7 +116,7 @@ def _out(folder: Path) -> tuple[str, str]:
 # 176,266 parameters: 705 KB of gradients, 59 ms at 100 Mbit/s.
 MODEL, BATCH, COMPUTING_S, UPDATE_S = ("--model", "mlp", "--hidden", "384", "384"), 64, 0.16, 0.04
 CASES = (
-    *(StepCase(name, ("--allreduce", name), (2, 4, 8, 16)) for name in ("ring", "tree", "ps")),
+    *(StepCase(name, ("--allreduce", name), (2, 4, 8, 16)) for name in ("ring", "tree", "star")),
     *(
         StepCase(name, ("--allreduce", "ring"), (2, 4, 8), scaling=name)
         for name in ("strong", "weak")

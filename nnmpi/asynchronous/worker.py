@@ -338,7 +338,7 @@ class AveragingCoupling(Coupling):
         self._averaging.release()
 
 
-class AsynchronousWorker(Trainer, fixed="coupling sync"):
+class AsynchronousWorker(Trainer, read_once="coupling sync"):
     """Trains and evaluates a model on ranks that meet only now and then. Making one is collective.
 
     Args:

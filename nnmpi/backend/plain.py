@@ -610,9 +610,9 @@ class PlainKernels:
 
         An infinite count stands for given means and variances, which are constant.
         """
-        kept, offset, variance, eps, *fixed = moments
+        kept, offset, variance, eps, *given = moments
         inverse = inverse_root(variance, eps)
-        if fixed:
+        if given:
             (factors,) = repeated_in(kept, scale * inverse)
             return self.rows(_scaled, grad, factors)[0]
         center, slope = (item / count for item in sums)

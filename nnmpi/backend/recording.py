@@ -302,9 +302,9 @@ class Recorder(CallList):
         """
         array = np.asarray(result) if isinstance(result, np.generic) else result
         # `writeable` alone is not enough: a device's arrays have no such flag
-        is_fixed = 0 in array.strides and array.size > 1
-        is_fixed = is_fixed or isinstance(array, np.ndarray) and not array.flags.writeable
-        if not is_fixed and any(
+        is_read_only = 0 in array.strides and array.size > 1
+        is_read_only = is_read_only or isinstance(array, np.ndarray) and not array.flags.writeable
+        if not is_read_only and any(
             type(item) is type(array) and namespace(array).may_share_memory(item, array)
             for item in known
         ):

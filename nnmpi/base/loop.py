@@ -133,7 +133,7 @@ class EpochLoop:
         epoch, batches: of the loop.
         follows: whether the loop began at the loader's place, as `for batch in loader` does;
             otherwise the program chose the epoch, and keeps account of it.
-        again: whether it reads what was trained on already, for an evaluation.
+        rereads: whether it reads what was trained on already, for an evaluation.
         number, taken: of the batch that was opened last.
         opened_at: the place's number of updates then; -1 before and after all.
         is_open: whether more may be read.
@@ -154,7 +154,7 @@ class EpochLoop:
     epoch: int
     batches: range
     follows: bool = False
-    again: bool = False
+    rereads: bool = False
     number: int = -1
     taken: Taken | None = None
     opened_at: int = -1
@@ -262,7 +262,7 @@ class EpochLoop:
             UsageError: naming both places.
         """
         place = self.place
-        if self.again:
+        if self.rereads:
             raise UsageError(
                 f"this is batch {number} of epoch {self.epoch} again, since the loop's batches"
                 " before had no update, as in an evaluation; read the next epoch's by"

@@ -10,17 +10,17 @@ from nnmpi.base.words import answering, raise_missing
 class Settled:
     """An object to which nothing is written that it would ignore.
 
-    A subclass names what it reads when it is made: `class SGD(Optimizer, fixed="momentum")`. Such
-    an attribute cannot be assigned later. nnmpi's own classes also refuse public names that they
-    lack, as they do when these are read; a user's class has names of its own.
+    A subclass names what it reads when it is made: `class SGD(Optimizer, read_once="momentum")`.
+    Such an attribute cannot be assigned later. nnmpi's own classes also refuse public names that
+    they lack, as they do when these are read; a user's class has names of its own.
     """
 
     _read_once: ClassVar[frozenset[str]] = frozenset()
     _is_made = False
 
-    def __init_subclass__(cls, fixed: str = "", **options: Any) -> None:
+    def __init_subclass__(cls, read_once: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._read_once = cls._read_once.union(fixed.split())
+        cls._read_once = cls._read_once.union(read_once.split())
         if not is_own(cls) or hasattr(cls, "__post_init__"):  # a dataclass's `__init__` is to come
             return
         make = answering(cls).__init__
@@ -47,9 +47,9 @@ def _check_written(owner: Settled, name: str) -> None:
         AttributeError: for one that the owner lacks.
     """
     kind = type(owner)
-    is_fixed, is_made = name in kind._read_once, owner._is_made
+    is_read_once, is_made = name in kind._read_once, owner._is_made
     # nobody says when an object of a user's class is made: there the first value is the last
-    if is_fixed and (is_made or (not is_own(kind) and name in vars(owner))):
+    if is_read_once and (is_made or (not is_own(kind) and name in vars(owner))):
         again = "call its release() and make" if hasattr(kind, "release") else "make"
         raise UsageError(
             f"{name} is read when {kind.__name__} is made, and a later value would change nothing;"

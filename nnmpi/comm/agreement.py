@@ -36,7 +36,7 @@ from nnmpi.comm.buffers import to_host
 from nnmpi.comm.world import Comm
 
 
-class Communicator(Settled, fixed="comm rank size"):
+class Communicator(Settled, read_once="comm rank size"):
     """Ranks 0..size-1 that exchange small values; `group.Group` adds the arrays.
 
     Its methods are collective unless they say otherwise: all ranks call them, in the same order.

@@ -10,7 +10,7 @@ finishes them from the end. A bucket is a contiguous range of one buffer, so no 
 A bucket is launched once its gradients are final *and* all buckets before it have been launched. So
 the order is the same on every rank whatever the timing. Launching buckets as they complete would
 need an agreement of the ranks on the order, as Horovod's coordinator makes it. A launched bucket
-advances whenever another gradient is reported (`BucketExchange`).
+advances whenever another gradient is reported (`BucketedAllReduce`).
 
     backward     | layer 3 | layer 2    | layer 1  |
     bucket 0                 launch . . . poll . . . |
@@ -87,10 +87,10 @@ class Bucket:
     spans: tuple[int, ...]
 
 
-COUNTED_RANKS = 64  # `volume` counts the steps of all ranks only up to this number
+COUNTED_RANKS = 64  # `sent_bytes` counts the steps of all ranks only up to this number
 
 
-class BucketExchange:
+class BucketedAllReduce:
     """The sum of gradients over a group, step after step. Making one is collective.
 
     Args:
@@ -215,7 +215,7 @@ class BucketExchange:
                 self._launch()
             self._poll(begin)
 
-    def volume(self) -> tuple[float, float] | None:
+    def sent_bytes(self) -> tuple[float, float] | None:
         """Return a step's bytes, of the busiest rank and in total; None if sums have no steps."""
         size, names = self._group.size, {choice.algorithm for choice in self.choices}
         if size > COUNTED_RANKS or not names <= ALGORITHMS.keys():

@@ -112,7 +112,7 @@ def launch_command(
     )
 
 
-def read_shared(
+def read_with_train_options(
     words: Sequence[str],
     sections: Sequence[type[Any]],
     shared: Mapping[type[Any], str],

@@ -63,7 +63,7 @@ class ActivationLimit:
     def _run_planned(self, tensors: Sequence[Tensor], single: bool, visit: Visit) -> Outputs:
         mode = current()
         # `Passes.suspect` observes the layers, which no plan runs as they are
-        if not mode.training or mode.again:
+        if not mode.training or mode.recomputing:
             return self._whole(tensors, single, visit)
         assert self._planned is not None
         return [self._planned(tensors[0], visit.end, visit.size, visit.adds)], True
@@ -95,9 +95,11 @@ class ActivationLimit:
             costs = np.max(group.gather(costs), axis=0).tolist() if group.size > 1 else costs
         cost_of = dict(zip(measured, starmap(StageCost, costs), strict=True))
         peak = partial(peak_of, cost_of)
-        again_s = {number: clock.reproducible(cost.seconds) for number, cost in cost_of.items()}
-        if not any(again_s.values()):  # times may not decide
-            again_s = {number: BYTE_S * (1 + cost.inner) for number, cost in cost_of.items()}
+        recomputing_s = {
+            number: clock.reproducible(cost.seconds) for number, cost in cost_of.items()
+        }
+        if not any(recomputing_s.values()):  # times may not decide
+            recomputing_s = {number: BYTE_S * (1 + cost.inner) for number, cost in cost_of.items()}
         moving_s = {}
         if store is not None:
             most = int(max(cost.inner for cost in cost_of.values()))
@@ -107,8 +109,8 @@ class ActivationLimit:
             moving_s = {number: 2 * byte_s * cost.inner for number, cost in cost_of.items()}
         with agreed(mesh.world):
             # a backward takes twice as long as a forward
-            hidden_s = 3 * sum(again_s.values())
-            chosen = choose_savings(again_s, moving_s, hidden_s, peak, self._limit)
+            hidden_s = 3 * sum(recomputing_s.values())
+            chosen = choose_savings(recomputing_s, moving_s, hidden_s, peak, self._limit)
             if store is not None:
                 most = sum(int(cost_of[number].inner) for number in chosen.moved)
                 store.reserve(most * microbatches)
@@ -116,8 +118,8 @@ class ActivationLimit:
         moved = f", {len(chosen.moved)} go out and come back" if store is not None else ""
         self._text = (
             f"activations take {format_bytes(int(peak(*chosen)))} at most on this rank,"
-            f" {format_bytes(int(peak(())))} if all were kept; {len(chosen.again)} of {len(costs)}"
-            f" segments are recomputed{moved}"
+            f" {format_bytes(int(peak(())))} if all were kept;"
+            f" {len(chosen.recomputed)} of {len(costs)} segments are recomputed{moved}"
         )
         return *chosen, store
 

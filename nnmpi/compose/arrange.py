@@ -219,7 +219,7 @@ class Arrangement:
     def is_plain(self) -> bool:
         """Whether every rank has the full model, and gradients are summed in any order."""
         return self.mesh.model.size == 1 and not (
-            self.layout.fixed or self.layout.zero or self.layout.expert_parallel
+            self.layout.fixed_order or self.layout.zero or self.layout.expert_parallel
         )
 
     @property
@@ -627,7 +627,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     )
     advice = []
     fits = [(stage, size) for stage, size in zip(stages, largest, strict=True) if size <= limit]
-    if fits and not (layout.fixed or layout.asynchronous):
+    if fits and not (layout.fixed_order or layout.asynchronous):
         stage, size = fits[0]
         advice.append(f"share it out with zero {stage}, which needs {format_bytes(size)}")
     if layout.offload_state is None and not layout.asynchronous and out <= limit:

@@ -63,7 +63,7 @@ STRATEGIES: tuple[type[Replicas], ...] = (
 )
 
 
-class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
+class Exchange(Settled, read_once="arrangement model optimizer group strategy"):
     """Sums gradients by a strategy, and those of tied parameters. Collective throughout.
 
     Args:

@@ -20,7 +20,7 @@ from nnmpi.compose.replayed import Replay
 from nnmpi.memory.fitting import StageCost
 from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ModelPart, stashed_at
-from nnmpi.nn.module import repeatable
+from nnmpi.nn.module import run_with_kept_buffers
 from nnmpi.parallel.pipeline.boundary import StageBoundary
 from nnmpi.parallel.pipeline.stage import Outputs, RunStage, Stage, Visit, run_chain
 from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
@@ -199,7 +199,7 @@ class Executor:
         run = self._for_positions(run, is_last)
         recomputes = arrangement.layout.activation_memory is not None
         if recomputes:
-            run = partial(repeatable, ModelPart(arrangement.model, layers), {}, run)
+            run = partial(run_with_kept_buffers, ModelPart(arrangement.model, layers), {}, run)
         return Stage(run, is_last, recomputes, is_cut=True)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
@@ -260,11 +260,11 @@ class Executor:
         return frozenset(number for number, stage in self.stages.items() if stage.recomputes)
 
     def save_memory(
-        self, again: Collection[int], moved: Collection[int] = (), store: Store | None = None
+        self, recomputed: Collection[int], moved: Collection[int] = (), store: Store | None = None
     ) -> None:
         """Recompute some stages from now on, and move what others save to a store meanwhile."""
         for number, stage in self.stages.items():
-            stage.recomputes = number in again
+            stage.recomputes = number in recomputed
         self.moved, self.store = frozenset(moved), store
 
     def free(self) -> None:

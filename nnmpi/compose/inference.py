@@ -56,7 +56,7 @@ class _ForwardPass(Pass):
         self._mode, self._keep = mode, keep
         self.kept: dict[int, Array] = {}
 
-    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+    def mode(self, microbatch: int, recomputing: bool) -> AbstractContextManager[Any]:
         """See `Pass`."""
         return self._mode()
 

@@ -198,7 +198,7 @@ class Layout(Drawn, Degrees):
             refusals.TENSOR: ("tp", at.tp not in (AUTO, 1)),
             refusals.SEQUENCE: ("sp", self.sp > 1),
             refusals.PIPEDREAM: ("pipeline", self.asynchronous and at.pp != 1),
-            refusals.FIXED: ("reduction", self.fixed),
+            refusals.FIXED: ("reduction", self.fixed_order),
             refusals.EXPERTS: ("expert_parallel", self.expert_parallel),
             refusals.ZERO: ("zero", self.zero > 0),
             refusals.LEAST: ("activation_memory", self.activation_memory == LEAST),
@@ -217,7 +217,7 @@ class Layout(Drawn, Degrees):
         return f"Layout({', '.join(changed)})"
 
     @property
-    def fixed(self) -> bool:
+    def fixed_order(self) -> bool:
         """True if gradients are summed in a fixed order."""
         return self.reduction == FIXED
 

@@ -59,7 +59,7 @@ NAMES = CROSS_ENTROPY, *ERRORS
 LossName: TypeAlias = Annotated[str, NAMES]
 
 
-class SumError(Settled, fixed="name std factor"):
+class SumError(Settled, read_once="name std factor"):
     """The sum over samples of each one's mean error, for float targets.
 
     Args:
@@ -99,7 +99,7 @@ class SumError(Settled, fixed="name std factor"):
         return ((values > 0) == (targets > 0.5)).sum() / prod(targets.shape[1:])
 
 
-class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
+class SumCrossEntropy(Settled, read_once="label_smoothing classes"):
     """The sum of the labels' cross-entropies. Called with logits and labels.
 
     In samples with several labels, those that are `IGNORED` do not count. A single label always
@@ -143,7 +143,7 @@ class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
         return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
-class LabelLoss(Settled, fixed="function func keywords scale"):
+class LabelLoss(Settled, read_once="function func keywords scale"):
     """The sum of a user's loss over labels, or over samples of quantities.
 
     Args:

@@ -202,36 +202,36 @@ class BatchPass(Pass):
 
     # ---- how a microbatch is computed ----
 
-    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
+    def mode(self, microbatch: int, recomputing: bool) -> AbstractContextManager[None]:
         """See `Pass`."""
         if not self._trains:
             return evaluation()
-        return within(self.late(BatchPass._training, microbatch, again))
+        return within(self.late(BatchPass._training, microbatch, recomputing))
 
-    def _training(self, microbatch: int, again: bool, mode: Mode) -> Mode:
+    def _training(self, microbatch: int, recomputing: bool, mode: Mode) -> Mode:
         """Begin a microbatch's forward; return its mode."""
         owner, cut = self._owner, self._cuts[microbatch]
         if owner.exchange is not None and owner.exchange.strategy.microbatch != cut.number:
             owner.exchange.strategy.microbatch = cut.number
-        if self._each and not again:
+        if self._each and not recomputing:
             self._versions[microbatch] = owner.optimizer.steps
         return mode._replace(
             training=True,
             seed=owner.seed,
             step=self._step + (microbatch if self._each else 0),
             first_row=cut.first_row,
-            again=again,
+            recomputing=recomputing,
             weight=self._weights[microbatch],
-            dropped=None if again else set(),
+            dropped=None if recomputing else set(),
         )
 
     def head(self, microbatch: int, logits: Tensor) -> Tensor:
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         logits = self.executor.whole(logits, self.length)
-        owner, again = self._owner, current().again
+        owner, recomputing = self._owner, current().recomputing
         labels = self.do(BatchPass._labels, microbatch, when="before")
         try:
-            if not again and owner.backend.is_device:
+            if not recomputing and owner.backend.is_device:
                 # before the loss: a device would read out of range silently
                 self.do(BatchPass._check_labels, microbatch, logits.shape, writes=())
             loss = sum_of(self._loss, logits, labels)
@@ -240,10 +240,10 @@ class BatchPass(Pass):
             if not owner.defers or active() is not None:
                 raise
             self.failed, loss = error, (logits * 0).sum()
-        if owner.tells_loss and not again and active() is None:
+        if owner.tells_loss and not recomputing and active() is None:
             self.words = loss_as_words(loss)
         owner.classes = logits.shape[-1] if logits.shape else 0
-        if not again:
+        if not recomputing:
             # with sharded classes ranks exchange their best ones, which no graph contains
             given = microbatch, labels, logits._data, loss._data
             reads_host = owner.has_classes or (not self._trains and owner.measured is not None)

@@ -13,7 +13,7 @@ from nnmpi.comm.collective import REDUCE_SCATTER
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
 STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
-CHOSEN, UNCUT = "allreduce", "ps"  # one that is not "auto"; one that has no reduce-scatter
+CHOSEN, UNCUT = "allreduce", "star"  # one that is not "auto"; one that has no reduce-scatter
 OWN_SUM, COMPRESSED, LOW_RANK = "sum", "compress", "powersgd"
 BUCKETS, FUSED = "buckets", "fused update"  # options of their sizes, or of overlap
 CUT = tuple(n for n in NAMES if n not in ALGORITHMS or (REDUCE_SCATTER.name, n) in COLLECTIVES)

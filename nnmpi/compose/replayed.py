@@ -211,7 +211,7 @@ def refusal_of(layout: Layout, in_segments: bool, strangers: Sequence[str], is_d
     reasons = {
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
         "gradients in a fixed order leave the device after each microbatch": (
-            layout.fixed and is_device
+            layout.fixed_order and is_device
         ),
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (

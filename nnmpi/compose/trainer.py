@@ -222,8 +222,8 @@ class Trainer(
     Settled,
     Training,
     ABC,
-    fixed="model optimizer group seed loss evaluation_loss backend precision clip slow arrangement"
-    " in_step options reporters",
+    read_once="model optimizer group seed loss evaluation_loss backend precision clip slow"
+    " arrangement in_step options reporters",
 ):
     """Trains and evaluates a model on the ranks of a group. All ranks make the same calls.
 

@@ -154,8 +154,8 @@ class Pass:
 
     # ---- for subclasses ----
 
-    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
-        """Return the mode for a forward; `again` for a recomputation."""
+    def mode(self, microbatch: int, recomputing: bool) -> AbstractContextManager[Any]:
+        """Return the mode for a forward; `recomputing` for a recomputation."""
         raise NotImplementedError
 
     def head(self, microbatch: int, result: Tensor) -> Tensor:
@@ -327,10 +327,13 @@ class Pass:
         return int(self.peak_of(self.costs, executor.recomputed, executor.moved))
 
     def peak_of(
-        self, costs: Mapping[int, StageCost], again: Collection[int], moved: Collection[int] = ()
+        self,
+        costs: Mapping[int, StageCost],
+        recomputed: Collection[int],
+        moved: Collection[int] = (),
     ) -> float:
         """Return the peak bytes of a pass like this one; see `peak_of_stages`."""
-        return peak_of_stages(costs, self._program.schedule, self.executor.rank, again, moved)
+        return peak_of_stages(costs, self._program.schedule, self.executor.rank, recomputed, moved)
 
     # ---- weights and gradients that replicas share out ----
 

@@ -15,7 +15,7 @@ _BUFFER_MOVES = (
     "the forward of your module changed its Buffer {!r}, by this rank's rows or more than once, so"
     " it differs from the serial run's. Give the class an attribute all_reduce = None; a strategy"
     " sets it to a function that sums a float64 array over the ranks that share a batch. Sum with"
-    " it where it is set, and change nothing where nnmpi.nn.current().again"
+    " it where it is set, and change nothing where nnmpi.nn.current().recomputing"
 )
 
 
@@ -38,7 +38,7 @@ class ModelWatch:
     def __init__(self, model: Module, arrangement: Arrangement, looks: bool) -> None:
         self._model, self.looks = model, looks
         layout, self.buffers = arrangement.layout, list[tuple[str, Buffer]]()
-        self._is_fixed = layout.fixed
+        self._fixed_order = layout.fixed_order
         self._is_needed = arrangement.mesh.replicas.size > 1 or layout.activation_memory is not None
 
     def list_buffers(self) -> None:
@@ -48,7 +48,7 @@ class ModelWatch:
                 (f"{path}.{item}".strip("."), buffer)
                 for path, module in self._model.named_modules()
                 if not is_own(type(module))
-                and (self._is_fixed or not hasattr(module, "all_reduce"))
+                and (self._fixed_order or not hasattr(module, "all_reduce"))
                 for item, buffer in vars(module).items()
                 if isinstance(buffer, Buffer)
             ]

@@ -137,7 +137,7 @@ class _Share(NamedTuple):
     row_elements: int
 
 
-class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
+class Worker(Trainer, read_once="scaling exchange strategy notice passes ledger"):
     """Trains and evaluates a model on the ranks of a group. The constructor is collective.
 
     Args:
@@ -163,7 +163,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     Attributes:
         scaling: the loss scale of fp16; None otherwise.
         exchange: sums gradients and updates weights; see `compose.exchange`.
-        parallel: the strategy that the exchange uses.
+        strategy: the strategy that the exchange uses.
         notice: the options that could not be honored, and why; and of one rank alone, which cores
             stand idle, and the command that uses them. Empty if there are none.
 
@@ -214,12 +214,12 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             arrangement,
         )
         self.scaling = LossScale() if self.precision == "fp16" else None
-        self._fixed = self.arrangement.layout.fixed
+        self._fixed_order = self.arrangement.layout.fixed_order
         check_pairs(self, arrangement)
         # before the exchange moves parameters into its own storage
         check_free(model, group, bool(self.arrangement.layout.zero))
         self.exchange = make_exchange(self, exchange)
-        self.parallel = self.exchange.strategy
+        self.strategy = self.exchange.strategy
         try:
             self.passes = Passes(self, self.exchange, synchronous_sends)
         except NnmpiError:  # on all ranks
@@ -233,7 +233,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             copies=mesh.replicas if self.arrangement.is_pipeline else mesh.world,
             alike=mesh.replicas,
             replicas=mesh.dp,
-            is_equal=self.parallel.keeps_equal,
+            is_equal=self.strategy.keeps_equal,
             shards=mesh.tp if mesh.tp.size > 1 else None,
             sharers=self.arrangement.same_rows,
             optimizer=optimizer,
@@ -259,7 +259,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Detach from the model: every rank has a plain copy again. Collective.
 
         After ZeRO the storage stays sharded, for another Worker of the same arrangement; for a
-        plain copy call `worker.parallel.gather_model()`, too. A second call does nothing.
+        plain copy call `worker.strategy.gather_model()`, too. A second call does nothing.
 
         Raises:
             UsageError: within `averaged`.
@@ -353,7 +353,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _check_ready(self, batch: Batch | Any) -> None:
         """Refuse a step after `release` or within `averaged`, and a table of other columns."""
-        self.parallel.check_not_released()
+        self.strategy.check_not_released()
         if self.model.storage.shown is not None:  # a call in each step would cost more
             self.model.storage.check_weights("a step")
         if hasattr(batch, "columns"):
@@ -508,19 +508,19 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
-        storage, shares = self.model.storage, self.parallel.holders
+        storage, shares = self.model.storage, self.strategy.holders
         parameters, gradients, buffers = storage.held_bytes()
         return {
             PARAMETERS: parameters // shares,
             GRADIENTS: gradients,
             STATE: self.optimizer.state_bytes // shares,
-            COMMUNICATION: buffers + self.parallel.state_bytes,
+            COMMUNICATION: buffers + self.strategy.state_bytes,
         }
 
     def _predict_memory(self) -> dict[str, int]:
         """Predict `_held_memory` by formula, for the ledger; empty if no formula applies."""
         arrangement, storage = self.arrangement, self.model.storage
-        if self.parallel.is_fused or len(set(storage.groups)) > 1 or not storage.data:
+        if self.strategy.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = arrangement.mesh.replicas, arrangement.layout
         once = isinstance(storage, ShardedStorage) and storage.is_node_shared
@@ -665,7 +665,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             )
         if optimizer.ema and self.arrangement.layout.asynchronous:
             raise average_refusal(self.arrangement)
-        return self.parallel.averaged(optimizer) if optimizer.ema else _UNCHANGED
+        return self.strategy.averaged(optimizer) if optimizer.ema else _UNCHANGED
 
     def _share_of(self, rows: list[int], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
@@ -726,13 +726,13 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         "fixed" promises the same bits on any number of replicas.
         """
         refuse_inside("a Worker's step or evaluation")
-        if self.precision == mode_of() and self.scaling is None and not self._fixed:
+        if self.precision == mode_of() and self.scaling is None and not self._fixed_order:
             return _UNCHANGED
         stack = ExitStack()
         stack.enter_context(use_precision(self.precision))
         if self.scaling is not None:  # no warnings: the gradient norm shows an overflow
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
-        if self._fixed:
+        if self._fixed_order:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
 

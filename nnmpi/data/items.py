@@ -111,7 +111,7 @@ def _of_table(table: Any) -> Dataset:
     return Dataset(name, table[columns[:-1]], y, count, **about)
 
 
-class Items(Settled, Samples, fixed="name classes"):
+class Items(Settled, Samples, read_once="name classes"):
     """The items of another library's data set, each read when its batch is made.
 
     As in a `Dataset`, uint16, uint32, and integers in the shape of y are tokens, and so are those

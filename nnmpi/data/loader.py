@@ -268,7 +268,7 @@ def checksum(*arrays: Array) -> int:
 
 @answering
 @dataclass(eq=False, repr=False)
-class Loader(Settled, fixed="group"):
+class Loader(Settled, read_once="group"):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
@@ -390,7 +390,7 @@ class Loader(Settled, fixed="group"):
         rest = self._batches(epoch, range(start, len(self)), follows=True)
         yield from rest
         if start and rest.loop.had_no_updates:
-            yield from self._batches(epoch, range(start), follows=True, again=True)
+            yield from self._batches(epoch, range(start), follows=True, rereads=True)
 
     @property
     def source(self) -> Order:
@@ -481,11 +481,11 @@ class Loader(Settled, fixed="group"):
         numbers: range,
         backend: Backend | None = None,
         follows: bool = False,
-        again: bool = False,
+        rereads: bool = False,
     ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
-        loop = EpochLoop(self._place, epoch, numbers, follows, again)
+        loop = EpochLoop(self._place, epoch, numbers, follows, rereads)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:

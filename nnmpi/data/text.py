@@ -145,7 +145,7 @@ def _fill(source: TextSource, folder: Path) -> None:
     tokenizer.save(folder)
 
 
-class Text(Settled, Samples, fixed="name sentences tokenizer classes context"):
+class Text(Settled, Samples, read_once="name sentences tokenizer classes context"):
     """A part of a text, in blocks or sentences; see the module.
 
     Args:

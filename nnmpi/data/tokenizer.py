@@ -54,7 +54,7 @@ MOST_GROWTH = 100.0  # of a text; SentencePiece's forms of compatibility have up
 BYTES, CHARACTERS = "bytes", "characters"
 
 
-class Tokenizer(Settled, ABC, fixed="name end end_text vocabulary_size"):
+class Tokenizer(Settled, ABC, read_once="name end end_text vocabulary_size"):
     """Convert a text to tokens and back.
 
     Attributes:
@@ -293,7 +293,7 @@ class ByteTokenizer(Tokenizer):
         return _library_form(vocabulary, {"type": "BPE", "merges": []}, level, level)
 
 
-class CharacterTokenizer(Tokenizer, fixed="characters"):
+class CharacterTokenizer(Tokenizer, read_once="characters"):
     """One token per character, in sorted order; the next number is the end token.
 
     Args:

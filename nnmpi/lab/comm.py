@@ -226,7 +226,7 @@ def _check_writable(file: Path) -> None:
         file.open("a").close()
 
 
-ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
+ALGORITHM = "ALGORITHM"  # such as ring, tree, star, or FILE.py:NAME
 # Each command's function, path and options.
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
     "list": (_list, "", "ranks bytes network"),

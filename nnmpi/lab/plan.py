@@ -14,7 +14,7 @@ from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together, run_on_ranks
-from nnmpi.commands.start import read_shared
+from nnmpi.commands.start import read_with_train_options
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import LayoutSearch, plan
 from nnmpi.lab.planner.profile import Workload, find_profile
@@ -68,8 +68,8 @@ class PlanConfig:
     """
     kept: int = 10
     """Layouts to print."""
-    again: bool = False
-    """Measure the model's parts again, though a profile was kept."""
+    remeasure: bool = False
+    """Measure the model's parts, though a profile was kept."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -100,7 +100,9 @@ def parse(words: Sequence[str]) -> _Asked:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations.
     """
-    asked = _Asked(*read_shared(words, (PlanConfig, SampleConfig), SHARED, PROGRAM, DESCRIPTION))
+    asked = _Asked(
+        *read_with_train_options(words, (PlanConfig, SampleConfig), SHARED, PROGRAM, DESCRIPTION)
+    )
     shape, config, given = asked.samples.shape, asked.config, asked.given
     require(
         not (shape and "dataset" in given),
@@ -147,7 +149,7 @@ def main(words: Sequence[str], group: Group) -> None:
         # the network first: it may be invalid, and measuring the model takes longer
         network = find_network(group, console.say, ranks, machine.nodes, machine.network)
         workload = Workload(config, (samples, samples), backend)
-        profile, _ = find_profile(workload, group, ranks, console.say, machine.again)
+        profile, _ = find_profile(workload, group, ranks, console.say, machine.remeasure)
 
         def search() -> list[str]:
             pricer = workload.pricer(profile, network)

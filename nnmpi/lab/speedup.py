@@ -125,11 +125,11 @@ def main(words: Sequence[str]) -> str:
     if taken := given.keys() & {"out", "resume", "ranks", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out after --")
     # a step of --slow ms= takes as long on any number of ranks, whatever its share of the batch
-    fixed = "ms=" in str(given.get("slow", "")).replace(" ", "")
+    constant_time = "ms=" in str(given.get("slow", "")).replace(" ", "")
     rows: list[Scaled] = []
     for count in options.ranks:
         run = _measure(count, train_words, given, options)
-        rows.append(_compared(run, rows, options.weak, fixed))
+        rows.append(_compared(run, rows, options.weak, constant_time))
         print(
             f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s",
             file=sys.stderr,
@@ -142,7 +142,7 @@ def main(words: Sequence[str]) -> str:
     if options.plot is not None:
         _draw(rows, options.plot, _describe(given, options))
     result = _table(rows)
-    if fixed and not options.weak:
+    if constant_time and not options.weak:
         result += (
             "\n--slow ms= gives a step the same time on any number of ranks; --weak gives them more"
             " work"
@@ -205,12 +205,18 @@ def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
     return price(ALGORITHMS[name], ranks, nbytes, parse_network(given["network"], ranks))
 
 
-def _compared(run: Scaled, before: Sequence[Scaled], weak: bool, fixed: bool) -> Scaled:
-    """Return a run with its speed-up over the first one; `fixed` if its steps get no shorter."""
+def _compared(run: Scaled, before: Sequence[Scaled], weak: bool, constant_time: bool) -> Scaled:
+    """Return a run with its speed-up over the first one.
+
+    Args:
+        constant_time: whether a step takes as long on any number of ranks.
+    """
     first = before[0] if before else run
     times = run.ranks / first.ranks
     samples = times if weak else 1  # of a step, relative to the first run's
-    predicted_s = first.step_s * (1 if fixed else samples / times) + (run.sum_s if before else 0)
+    predicted_s = first.step_s * (1 if constant_time else samples / times) + (
+        run.sum_s if before else 0
+    )
     speedup = samples * first.step_s / run.step_s
     return replace(
         run,

@@ -23,7 +23,7 @@ from nnmpi.base.units import aligned
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
-from nnmpi.commands.start import launch_command, read_shared
+from nnmpi.commands.start import launch_command, read_with_train_options
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import gradient_state
@@ -127,7 +127,7 @@ def parse(words: Sequence[str]) -> Asked:
         UsageError: for wrong names, values or combinations.
     """
     sections = TrialConfig, SampleConfig
-    trial, samples, config, given = read_shared(
+    trial, samples, config, given = read_with_train_options(
         words, sections, SHARED, PROGRAM, DESCRIPTION, DIFFERENT
     )
     require(

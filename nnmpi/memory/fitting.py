@@ -48,7 +48,7 @@ def peak_of_stages(
     costs: Mapping[int, StageCost],
     schedule: Schedule,
     rank: int,
-    again: Collection[int] = (),
+    recomputed: Collection[int] = (),
     moved: Collection[int] = (),
 ) -> float:
     """Return the peak bytes of activations of a rank's stages.
@@ -59,7 +59,7 @@ def peak_of_stages(
     Args:
         costs: by stage.
         schedule, rank: when each stage computes.
-        again: the stages that are recomputed.
+        recomputed: the stages that are recomputed.
         moved: those whose saved arrays are moved to a store meanwhile.
     """
     stages: dict[int, StageMemory] = {}
@@ -67,7 +67,7 @@ def peak_of_stages(
         inputs = cost.inputs * (number > 0)
         staying = inputs + cost.outputs * (number + 1 not in costs)
         saved = staying + cost.inner
-        waiting = inputs if number in again else saved
+        waiting = inputs if number in recomputed else saved
         rest = cost.work, cost.deferred, cost.finishing
         stages[number] = StageMemory(saved, waiting, staying, *rest)
     if moved:  # not checked: many choices are tried
@@ -79,11 +79,11 @@ class Savings(NamedTuple):
     """How segments save memory.
 
     Attributes:
-        again: the segments to recompute.
+        recomputed: the segments to recompute.
         moved: the segments whose saved arrays are moved to a store between forward and backward.
     """
 
-    again: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
 
     def toggled(self, number: int, way: int) -> "Savings":
@@ -94,7 +94,7 @@ class Savings(NamedTuple):
 
 
 def choose_savings(
-    again_s: Mapping[int, float],
+    recomputing_s: Mapping[int, float],
     moving_s: Mapping[int, float],
     hidden_s: float,
     peak: Callable[[Collection[int], Collection[int]], float],
@@ -103,10 +103,10 @@ def choose_savings(
     """Return how to save memory.
 
     Args:
-        again_s: seconds of recomputing each segment.
+        recomputing_s: seconds of recomputing each segment.
         moving_s: seconds of moving what a segment saves out and back; empty without a store.
         hidden_s: the seconds of transfers that computing hides.
-        peak: (again, moved) -> the most bytes at once.
+        peak: (recomputed, moved) -> the most bytes at once.
         budget: in bytes.
 
     Raises:
@@ -115,17 +115,18 @@ def choose_savings(
     Example:
         >>> from nnmpi.memory.fitting import choose_savings
         >>> held = {0: 10, 1: 8}
-        >>> kept = lambda again, moved: sum(held[i] for i in held if i not in {*again, *moved})
-        >>> choose_savings({0: 2.0, 1: 1.0}, {}, 0.0, kept, 12).again
+        >>> def peak(recomputed, moved):
+        ...     return sum(held[i] for i in held if i not in {*recomputed, *moved})
+        >>> choose_savings({0: 2.0, 1: 1.0}, {}, 0.0, peak, 12).recomputed
         frozenset({1})
-        >>> choose_savings({0: 2.0, 1: 1.0}, {0: 0.5, 1: 0.5}, 0.6, kept, 12).moved
+        >>> choose_savings({0: 2.0, 1: 1.0}, {0: 0.5, 1: 0.5}, 0.6, peak, 12).moved
         frozenset({0})
     """
-    ways = (again_s, moving_s)
+    ways = (recomputing_s, moving_s)
 
     def seconds(choice: Savings) -> float:
         exposed_s = max(sum(moving_s[item] for item in choice.moved) - hidden_s, 0.0)
-        return sum(again_s[item] for item in choice.again) + exposed_s
+        return sum(recomputing_s[item] for item in choice.recomputed) + exposed_s
 
     choice, now = Savings(), peak((), ())
     while now > budget:
@@ -142,7 +143,7 @@ def choose_savings(
         choice = tries[max(range(len(tries)), key=gains.__getitem__)]
         now = peak(*choice)
     if now > budget:  # moving may have been cheaper, and recomputing save more
-        choice = Savings(frozenset(again_s))
+        choice = Savings(frozenset(recomputing_s))
         now = peak(*choice)
     if now > budget:
         raise UsageError(

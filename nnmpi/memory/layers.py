@@ -156,7 +156,7 @@ def run_without_graph(layer: Layer, value: Value) -> Value:
 def recomputing(mode: Mode | None = None) -> Iterator[None]:
     """Run in the original mode for a recomputation, which leaves running statistics alone."""
     before = current()
-    restore((mode or before)._replace(again=True, dropped=None))
+    restore((mode or before)._replace(recomputing=True, dropped=None))
     try:
         with enable_grad():
             yield

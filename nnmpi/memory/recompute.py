@@ -53,7 +53,7 @@ from nnmpi.memory.plan import (
 from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, KnownLayers, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module, repeatable
+from nnmpi.nn.module import Module, run_with_kept_buffers
 from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.traits import NotExported, Traits
@@ -82,7 +82,7 @@ class PlannedPass:
         store: Store | None,
     ) -> None:
         self._layers, self._plan, self._next = layers, plan, 0
-        self._calls = [partial(repeatable, layer, {}, layer) for layer in layers]
+        self._calls = [partial(run_with_kept_buffers, layer, {}, layer) for layer in layers]
         self._input, self._backend, self._store = value.array, backend, store
         self._values = {0: value}
         self._graphs = dict[int, LayerGraph]()
@@ -186,7 +186,7 @@ class PlannedLayer(Function):
         return (self.run.backward(self.layer, grad), *[None] * (len(self.needs) - 1))
 
 
-class RecomputedModel(Settled, fixed="model budget store"):
+class RecomputedModel(Settled, read_once="model budget store"):
     """A model whose passes stay within a memory budget by recomputation.
 
     The budget counts all arrays that a pass makes, from its input to the parameters' gradients:

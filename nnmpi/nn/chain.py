@@ -216,7 +216,7 @@ def _pop_layer(
     return ChainLayer(path, lambda x, stashed: join(x, fetch(stashed, name)), members, pops=name)
 
 
-class ModelPart(Module, fixed="layers"):
+class ModelPart(Module, read_once="layers"):
     """Consecutive layers of a chain as a model; parameters keep their names in the full model.
 
     Args:

@@ -115,7 +115,7 @@ class Known:
         return bool(self.pauses) and any(is_due() for is_due in self.pauses)
 
 
-class Compiled(Settled, fixed="pool"):
+class Compiled(Settled, read_once="pool"):
     """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
@@ -197,7 +197,7 @@ class Compiled(Settled, fixed="pool"):
         # a method of the memory equals that of this memory alone, and keeps it
         memory = None if mode.memory is None else mode.memory.get
         key = (
-            *(mode.training, mode.again, mode.weight, memory),
+            *(mode.training, mode.recomputing, mode.weight, memory),
             *(grad_enabled(), setting(), precision(), *map(_kind, inputs)),
         )
         with self._lock:

@@ -75,7 +75,7 @@ def call_run(layers: Sequence[Module], x: Any) -> Any:
     return x
 
 
-class Stash(Module, fixed="name"):
+class Stash(Module, read_once="name"):
     """Returns x, and stashes it for the `Pop` of the same name later in the same `Sequential`."""
 
     def __init__(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Stash(Module, fixed="name"):
         return x
 
 
-class Pop(Module, fixed="name"):
+class Pop(Module, read_once="name"):
     """x + shortcut(stashed), for the `Stash` of the same name.
 
     Args:

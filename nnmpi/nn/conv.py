@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Conv2d(Module, fixed="extra_padding"):
+class Conv2d(Module, read_once="extra_padding"):
     """2-D convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w, out_channels).
 
     The weight is stored (kernel_h, kernel_w, in_channels / groups, out_channels).
@@ -266,7 +266,7 @@ def _parameters(
     return Parameter(shape, init or draw), Parameter((outputs,), draw) if bias else None
 
 
-class Pool2d(Module, fixed="over"):
+class Pool2d(Module, read_once="over"):
     """Pooling: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
 
     Args:

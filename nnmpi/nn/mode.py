@@ -35,7 +35,7 @@ class Mode(NamedTuple):
         seed: of the run.
         step: the number of the update; with seed and layer name it keys dropout masks.
         first_row: the index in the global batch of this rank's first sample.
-        again: whether this pass recomputes an earlier one. Layers then leave their running
+        recomputing: whether this pass recomputes an earlier one. Layers then leave their running
             statistics unchanged.
         observe: called as observe(module, result) after every module's forward, or None.
         weight: the factor of the gradient of a sum of losses; None if not set.
@@ -48,7 +48,7 @@ class Mode(NamedTuple):
     seed: int = 0
     step: int = 0
     first_row: int = 0
-    again: bool = False
+    recomputing: bool = False
     observe: Callable[[Any, Any], None] | None = None
     weight: float | None = None
     memory: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ def training(
     seed: int = 0,
     step: int = 0,
     first_row: int = 0,
-    again: bool = False,
+    recomputing: bool = False,
     weight: float | None = None,
 ) -> AbstractContextManager[None]:
     """Run models in training mode: dropout drops, batch normalization uses batch statistics.
@@ -179,7 +179,8 @@ def training(
         seed: of the run.
         step: the number of the update; with the seed and a layer's name it keys dropout masks.
         first_row: the index of this rank's first sample in the global batch.
-        again: whether this pass recomputes an earlier one; running statistics then stay unchanged.
+        recomputing: whether this pass recomputes an earlier one; running statistics then stay
+            unchanged.
         weight: the factor of the gradient of a sum of losses, such as 1 / batch.global_targets, for
             layers with a loss of their own (`nn.MixtureOfExperts`); None for a mean over a pass.
 
@@ -192,7 +193,9 @@ def training(
     """
     settings = partial(Mode._replace, training=True, seed=seed, step=step, first_row=first_row)
     return within(
-        lambda mode: settings(mode, again=again, weight=weight, dropped=None if again else set())
+        lambda mode: settings(
+            mode, recomputing=recomputing, weight=weight, dropped=None if recomputing else set()
+        )
     )
 
 
@@ -226,7 +229,7 @@ def _within(**changes: Any) -> within:
 
 def restore(mode: Mode) -> None:
     """Set the mode permanently, for a pass from its beginning. Prefer the contexts above."""
-    begins = not mode.again and mode.dropped
+    begins = not mode.recomputing and mode.dropped
     _mode.set(mode._replace(dropped=set()) if begins else mode)
 
 

@@ -169,7 +169,7 @@ class Buffer:
         self._data = assigned("buffer.data", value, self._data)
 
 
-def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
+def run_with_kept_buffers(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """Return run(x, *key). A recomputation reads the buffers of the first run, and changes none.
 
     Args:
@@ -177,7 +177,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
         read: their values before the first run, by key.
     """
     now = {buffer: buffer._data for _, buffer in model.named_buffers()}
-    if not current().again:
+    if not current().recomputing:
         read[key] = {buffer: bare(buffer.data.copy()) for buffer in now}
         return run(x, *key)
     _put(read[key])

@@ -106,7 +106,7 @@ class BatchNorm(Module):
 
     def _observe(self, mean: Array, variance: Array, count: Count) -> None:
         """Update the running statistics; skip an empty batch and a recomputed pass."""
-        if current().again:
+        if current().recomputing:
             return
         if isinstance(count, int | float):
             if count == 1:
@@ -236,7 +236,7 @@ class GroupNorm(Module):
         return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)
 
 
-class InstanceNorm(Module, fixed="num_features"):
+class InstanceNorm(Module, read_once="num_features"):
     """Normalizes each channel of each image (Ulyanov et al., 2016): (batch, ..., num_features).
 
     One class for sequences, images and volumes. Statistics are each sample's own, in evaluation,

@@ -72,7 +72,7 @@ class _Stacked(Module):
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
 
-class GRU(_Stacked, fixed="hidden_size reads_rows"):
+class GRU(_Stacked, read_once="hidden_size reads_rows"):
     """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
@@ -204,7 +204,7 @@ class LSTMDirection(RecurrentLayer):
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
 
 
-class LSTM(_Stacked, fixed="hidden_size directions reads_rows"):
+class LSTM(_Stacked, read_once="hidden_size directions reads_rows"):
     """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates are side by side in the
@@ -336,7 +336,7 @@ class GRUCell(_Step, GRULayer):
         super().__init__(inputs, features)
 
 
-class LSTMCell(LSTMDirection, fixed="reverse"):
+class LSTMCell(LSTMDirection, read_once="reverse"):
     """One time step of an `LSTM`: x (batch, input_size), (h, c) -> the next (h, c)."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:

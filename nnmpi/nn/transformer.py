@@ -18,7 +18,7 @@ from nnmpi.tensor.tensor import Tensor
 __all__ = ["CausalSelfAttention", "MultiheadAttention", "TransformerBlock"]
 
 
-class CausalSelfAttention(Module, fixed="features heads units"):
+class CausalSelfAttention(Module, read_once="features heads units"):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
     Vaswani et al., "Attention is all you need", 2017. One linear layer computes queries, keys and

@@ -468,7 +468,7 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
 
 
 @dataclass(frozen=True)
-class PartExchange:
+class TensorParallelGroup:
     """The `TensorGroup` of tensor parallelism; sequence parallelism subclasses it."""
 
     group: Group

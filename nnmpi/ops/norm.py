@@ -47,17 +47,17 @@ class Norm(Function):
     statistics: such a pass stays NaN there.
 
     Attributes:
-        again: the operation in float64, if the pass was computed again.
+        in_float64: the operation on float64, if the pass was computed again.
         settings: eps, which is added to the variance, and the subclass's own.
     """
 
-    __slots__ = ("again", "settings")
-    varies = (*Function.varies, "again")
+    __slots__ = ("in_float64", "settings")
+    varies = (*Function.varies, "in_float64")
 
-    again: Any
+    in_float64: Any
 
     def __init__(self, eps: float, *others: Any) -> None:
-        self.settings, self.again = (number("eps", eps), *others), None
+        self.settings, self.in_float64 = (number("eps", eps), *others), None
 
     def pair(self, kernels: Any) -> tuple[Any, Any]:
         """Return kernels' normalization, and its derivative.
@@ -89,14 +89,14 @@ class Norm(Function):
 
     def _repeat(self, statistic: Array, *arrays: Array) -> None:
         *inputs, y = arrays
-        self.again = None
+        self.in_float64 = None
         if overflows(statistic):
-            again = self.again = type(self)(*self.settings)
-            again.xp, again.needs, again.edges = np, self.needs, None
-            y[...] = again.forward(*(item.astype(np.float64) for item in inputs))
+            in_float64 = self.in_float64 = type(self)(*self.settings)
+            in_float64.xp, in_float64.needs, in_float64.edges = np, self.needs, None
+            y[...] = in_float64.forward(*(item.astype(np.float64) for item in inputs))
 
     def _repeat_backward(self, grad: Array, *targets: Array | None) -> None:
-        grads = () if self.again is None else self.again.backward(grad.astype(np.float64))
+        grads = () if self.in_float64 is None else self.in_float64.backward(grad.astype(np.float64))
         for target, item in zip(targets, grads, strict=False):
             if target is not None:
                 target[...] = item
@@ -374,7 +374,7 @@ def batch_norm(
     function = BatchNormFunction(eps, all_reduce, observe)
     turns = getattr(all_reduce, "turns", None) if x.requires_grad else None
     y = in_turn(turns, function, x, scale, shift)
-    statistics = (function.again or function).statistics
+    statistics = (function.in_float64 or function).statistics
     del function.statistics  # the tape should hold only what backward needs
     return y, *statistics
 

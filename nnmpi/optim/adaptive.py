@@ -64,7 +64,7 @@ def two_betas(betas: tuple[float, float]) -> tuple[float, float]:
     return number("betas[0]", beta1, 1), number("betas[1]", beta2, 1)
 
 
-class Adam(Optimizer, fixed="betas eps decouples amsgrad"):
+class Adam(Optimizer, read_once="betas eps decouples amsgrad"):
     """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.
 
         g = gradient + weight_decay * w
@@ -173,7 +173,7 @@ def rmsprop(w: Array, grad: Array, v: Array, *more: Any) -> None:
     w -= change * lr
 
 
-class RMSprop(Optimizer, fixed="eps momentum square"):
+class RMSprop(Optimizer, read_once="eps momentum square"):
     """RMSprop (Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012).
 
         g = gradient + weight_decay * w
@@ -255,7 +255,7 @@ def adadelta(
     w -= change * lr
 
 
-class Adadelta(Optimizer, fixed="rho eps"):
+class Adadelta(Optimizer, read_once="rho eps"):
     """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
 
         v = rho * v + (1 - rho) * g * g             slots "v" and "u", initially zeros
@@ -302,7 +302,7 @@ def lion(
     m += grad * (1 - beta2)
 
 
-class Lion(Optimizer, fixed="betas"):
+class Lion(Optimizer, read_once="betas"):
     """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023).
 
         c = beta1 * m + (1 - beta1) * g             slot "m", initially zeros

@@ -67,7 +67,7 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
     return x if x.shape == matrix.shape else x.T
 
 
-class Muon(AdamW, fixed="momentum adjust_lr_fn"):
+class Muon(AdamW, read_once="momentum adjust_lr_fn"):
     """Muon for matrices (parameters of two axes except embedding tables), AdamW for the rest.
 
     >>> import nnmpi

@@ -49,7 +49,7 @@ Part: TypeAlias = tuple[int, slice]
 EMA = "ema"  # the slot with the weights' average
 
 
-class Arrays(Storage, fixed="groups known_groups"):
+class Arrays(Storage, read_once="groups known_groups"):
     """A storage made of plain lists of arrays.
 
         optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
@@ -96,7 +96,7 @@ class _Followed:
         )
 
 
-class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
+class Optimizer(Settled, read_once="storage rates weight_decay elementwise"):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
@@ -720,8 +720,8 @@ def _check(storage: Storage) -> None:
         if ours != theirs:
             raise DtypeError(f"buffer {i} is {ours} and its gradient {theirs}; they must be alike")
         # CuPy's flags have no `writeable`: its arrays always are
-        fixed = not getattr(data.flags, "writeable", True)
-        if fixed or not (data.flags.c_contiguous and grad.flags.c_contiguous):
+        is_read_only = not getattr(data.flags, "writeable", True)
+        if is_read_only or not (data.flags.c_contiguous and grad.flags.c_contiguous):
             raise UsageError(
                 f"buffer {i} is read-only, or it or its gradient is not contiguous; give a copy"
             )

@@ -35,7 +35,7 @@ def sgd_momentum(
     w -= (b * momentum + grad if nesterov else b) * lr
 
 
-class SGD(Optimizer, fixed="momentum nesterov"):
+class SGD(Optimizer, read_once="momentum nesterov"):
     """Gradient descent, with the same numbers as torch.optim.SGD (dampening 0).
 
         g = gradient + weight_decay * w

@@ -31,7 +31,7 @@ from nnmpi.base.units import format_bytes
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
-from nnmpi.comm.gradients import BucketExchange
+from nnmpi.comm.gradients import BucketedAllReduce
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
@@ -92,7 +92,7 @@ class StrategySetting:
 
 class Replicas(
     Settled,
-    fixed="model group storage shares_batches released notice holders keeps_own is_linear"
+    read_once="model group storage shares_batches released notice holders keeps_own is_linear"
     " keeps_equal meets_in_passes is_fused acts_alone has_state per_replica unused",
 ):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
@@ -427,7 +427,7 @@ class Replicas(
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
 
 
-class DataParallel(Replicas, fixed="exchange"):
+class DataParallel(Replicas, read_once="exchange"):
     """Data parallelism: `backward` sums the gradients over the ranks, in buckets. Collective.
 
     With "shared" or "auto" the gradients move to memory that the ranks of a node share, if
@@ -500,7 +500,7 @@ class DataParallel(Replicas, fixed="exchange"):
             for s in storage.spans
         ]
         try:
-            self.exchange = BucketExchange(
+            self.exchange = BucketedAllReduce(
                 group, storage.grads, spans, allreduce, bucket_bytes, overlap
             )
         except NnmpiError:  # on all ranks
@@ -550,9 +550,9 @@ class DataParallel(Replicas, fixed="exchange"):
             if self.exchange.overlap
             else "after the backward pass"
         )
-        volume = self.exchange.volume()
-        if volume is not None:
-            most, total = (format_bytes(int(item)) for item in volume)
+        sent = self.exchange.sent_bytes()
+        if sent is not None:
+            most, total = (format_bytes(int(item)) for item in sent)
             words.append(f"the busiest rank sends {most} in a step, all together {total}")
         return ", ".join(words)
 

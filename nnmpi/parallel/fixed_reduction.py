@@ -52,7 +52,7 @@ class FixedReduction(Replicas):
     @classmethod
     def why_not(cls, setting: StrategySetting) -> str:
         """See `Replicas.why_not`."""
-        return "" if setting.layout.fixed else 'the layout\'s reduction is not "fixed"'
+        return "" if setting.layout.fixed_order else 'the layout\'s reduction is not "fixed"'
 
     @classmethod
     def made_for(cls, setting: StrategySetting) -> Self:

@@ -162,7 +162,7 @@ class GradientSum:
         return f"by {type(self).__name__}, a way of your own"
 
 
-class SummedReplicas(Replicas, fixed="sums"):
+class SummedReplicas(Replicas, read_once="sums"):
     """Data parallelism whose gradients a `GradientSum` adds, after the backward pass. Collective.
 
     Args:

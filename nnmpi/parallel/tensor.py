@@ -42,7 +42,7 @@ from nnmpi.nn.module import Module, own_reach
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.recurrent import LSTM
 from nnmpi.nn.sharding import Reach, Sharding, ShardingTable, Units, find
-from nnmpi.ops.collectives import PartExchange
+from nnmpi.ops.collectives import TensorParallelGroup
 from nnmpi.parallel.sharded.branches import place_branches
 from nnmpi.parallel.sharded.context import (
     LayerContext,
@@ -306,7 +306,7 @@ class ModelWalk:
         before = None if layout.placement.is_replicated else self._gather(layout)
         # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
         after = (
-            partial(gather_shards, group=PartExchange(self.sharder.group))
+            partial(gather_shards, group=TensorParallelGroup(self.sharder.group))
             if is_open and name
             else None
         )

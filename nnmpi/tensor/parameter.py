@@ -319,7 +319,7 @@ class FlatGradients(FlatArrays):
         return found
 
 
-class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
+class FlatStorage(Storage, read_once="spans groups rank_local dtype version"):
     """The flat arrays of a model and the location of each parameter in them.
 
     Args:

@@ -718,7 +718,7 @@ def fixed_kernels(where: Arrangement, group: Group) -> list[str]:
 
     Another order of ranks changes no bit then; products by another processor's kernel do.
     """
-    if not where.layout.fixed:
+    if not where.layout.fixed_order:
         return []
     return sorted(set(group.gather(name_blas(blas_pool(loaded_pools().info())))))
 
@@ -727,15 +727,17 @@ def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
     """Return lines on a changed layout, and whether the results stay equal to the bit."""
     before, now, lines = last.mesh, trainer.arrangement.mesh.sizes, list[str]()
     was, kernels = last.values.get("fixed"), fixed_kernels(trainer.arrangement, trainer.group)
-    fixed = was and kernels and was in (True, kernels)  # true: of an earlier version
+    same_bits = was and kernels and was in (True, kernels)  # true: of an earlier version
     if before.shape != now.shape:
         plain = before.dp == before.size and now.dp == now.size
         had, has = (
             (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
         )
-        equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
+        equal = (
+            f": equal {'bit for bit' if same_bits else 'up to rounding'}" if trainer.in_step else ""
+        )
         lines = [f"the run had {had} and continues with {has}{equal}"]
-    if was and kernels and not fixed:
+    if was and kernels and not same_bits:
         lines.append(
             f"the run had products by {' and '.join(was)} and continues with"
             f" {' and '.join(kernels)}: equal up to rounding; OPENBLAS_CORETYPE chooses one"

@@ -37,7 +37,7 @@ from nnmpi.train.config import (
     check,
     flatten,
     plain,
-    shared,
+    read_on_root,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import begin
@@ -112,7 +112,7 @@ def read_options(words: Sequence[str], group: Group, made: list[Path] | None = N
                 made.append(out)
         return config.having(out=out, pretrained=model)
 
-    return shared(group, read)
+    return read_on_root(group, read)
 
 
 def parse(words: Sequence[str]) -> Config:

@@ -636,7 +636,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def shared(group: Group, read: Callable[[], Config]) -> Config:
+def read_on_root(group: Group, read: Callable[[], Config]) -> Config:
     """Return rank 0's configuration on every rank, checked once on each. Collective."""
     own = cache(read)
     flat = on_root(group, lambda: flatten(own()))

@@ -141,7 +141,7 @@ def _layout(where: Arrangement) -> str:
     experts = ", experts sharded" if where.layout.expert_parallel else ""
     return (
         f"{shape}{attention}{zero}{experts}"
-        f"{', sums in a fixed order' if where.layout.fixed else ''}"
+        f"{', sums in a fixed order' if where.layout.fixed_order else ''}"
     )
 
 

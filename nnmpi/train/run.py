@@ -59,7 +59,7 @@ from nnmpi.train.config import (
     assemble,
     check_positions,
     flatten,
-    shared,
+    read_on_root,
     to_json,
 )
 from nnmpi.train.derived import attention_of, find_layout
@@ -391,7 +391,7 @@ def open_run(
         CheckpointError: on all ranks, for a run without a checkpoint, or with a damaged one.
     """
     backend = numpy_backend() if backend is None else backend
-    config = shared(group, lambda: _read_config(folder, trust))
+    config = read_on_root(group, lambda: _read_config(folder, trust))
     is_run, files = config.model.pretrained != folder, RunFolder(folder)
     with agreed(group):
         check_positions(config.model, layout.sp)

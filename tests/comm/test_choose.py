@@ -72,7 +72,7 @@ def test_what_does_not_say_so_is_never_chosen(per_node, monkeypatch):
     assert fit.predict("instant", 1000) == 0
     assert {choose(nbytes, 8, fit).algorithm for nbytes in SIZES} <= ALGORITHMS.keys() - {
         "instant",
-        "ps",
+        "star",
     }
     monkeypatch.setitem(
         registry.ALGORITHMS, "instant", replace(instant, automatic=registry.anywhere)

@@ -248,8 +248,8 @@ def test_what_there_is_not_is_refused_with_the_names(group):
         (lambda: group.all_reduce(array, "rabbit"), "'rabbit'"),
         (lambda: group.bind(array, "ring", 16385), "tag 16385"),
         (
-            lambda: group.all_gather(array, "ps"),
-            "all-gather has no algorithm 'ps'; choose one of ring, tree",
+            lambda: group.all_gather(array, "star"),
+            "all-gather has no algorithm 'star'; choose one of ring, tree",
         ),
         (lambda: group.bind(array, "ring", 0, "to-nobody"), "no collective 'to-nobody'"),
         (

@@ -14,7 +14,7 @@ from nnmpi import simulate
 from nnmpi.base.errors import CommError, DtypeError, UsageError
 from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.duration import buffers_sent
-from nnmpi.comm.gradients import BucketExchange, plan_buckets
+from nnmpi.comm.gradients import BucketedAllReduce, plan_buckets
 from nnmpi.comm.world import Traffic
 from tests.device.library import load
 from tests.harness.refusals import refuses, usage_error
@@ -77,14 +77,14 @@ EACH_OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.both_worlds
 @EACH_OVERLAP
 @pytest.mark.parametrize("bucket_bytes", [1, 2000])
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "star", "shared"])
 def test_any_order_of_gradients_gives_the_sums(group, algorithm, bucket_bytes, overlap):
     """On every rank in another order, each written just before it is reported; some never are, on
     one rank none.
     """
     spans = layout(LENGTHS, 2)
     buffers = arrays(spans, ["float32", "float64"])
-    exchange = BucketExchange(group, buffers, spans, algorithm, bucket_bytes, overlap)
+    exchange = BucketedAllReduce(group, buffers, spans, algorithm, bucket_bytes, overlap)
     chance = random.Random(group.rank)
     right = []
     for step in range(3):
@@ -114,7 +114,7 @@ def test_ranks_that_fall_behind_are_waited_for(group):
     """
     spans = layout(LENGTHS)
     buffers = arrays(spans, ["float32"])
-    exchange = BucketExchange(group, buffers, spans, "ring", 400)
+    exchange = BucketedAllReduce(group, buffers, spans, "ring", 400)
     right = []
     for step in range(3):
         fill(buffers, group.rank, step)
@@ -139,7 +139,7 @@ def test_bits_do_not_depend_on_overlap_or_timing(group):
         buffers = [
             np.random.default_rng(group.rank).standard_normal(sum(LENGTHS)).astype(np.float32)
         ]
-        exchange = BucketExchange(group, buffers, spans, "ring", 3000, overlap)
+        exchange = BucketedAllReduce(group, buffers, spans, "ring", 3000, overlap)
         order = list(range(len(spans)))
         random.Random(group.rank).shuffle(order)
         for span in order:
@@ -164,14 +164,14 @@ def test_device_gradients_are_summed_where_they_are(group, overlap, algorithm):
         xp.zeros(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32", "float64"])
     ]
     assert train(
-        group, BucketExchange(group, device, spans, algorithm, 5000, overlap), device, spans, 2
+        group, BucketedAllReduce(group, device, spans, algorithm, 5000, overlap), device, spans, 2
     )
 
 
 @pytest.mark.simulated
 def test_traffic_is_counted_per_step(group):
     spans = layout(LENGTHS)
-    exchange = BucketExchange(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
+    exchange = BucketedAllReduce(group, arrays(spans, ["float64"]), spans, "auto", 10_000)
     seen, world = [], group.comm.world
     for _ in range(2):
         world.traffic = Traffic()
@@ -190,7 +190,7 @@ def test_buffers_in_shared_memory_are_summed_there(group, overlap):
     buffers = [
         group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])
     ]
-    exchange = BucketExchange(group, buffers, spans, "auto", 10_000, overlap)
+    exchange = BucketedAllReduce(group, buffers, spans, "auto", 10_000, overlap)
     names = [choice.algorithm for choice in exchange.choices]
     assert train(group, exchange, buffers, spans, 3)
     assert group.size == 1 or "shared" in names
@@ -202,14 +202,16 @@ def test_each_bucket_can_have_an_algorithm_of_its_own(group):
     buffers = arrays(spans, ["float32"])
     usage_error(
         "2 all-reduce algorithms are given for 3 buckets",
-        BucketExchange,
+        BucketedAllReduce,
         group,
         buffers,
         spans,
         ["ring", "tree"],
         bucket_bytes=4000,
     )
-    exchange = BucketExchange(group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000)
+    exchange = BucketedAllReduce(
+        group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000
+    )
     assert [choice.algorithm for choice in exchange.choices] == ["ring", "tree", "native"]
     assert train(group, exchange, buffers, spans, 1)
 
@@ -217,7 +219,7 @@ def test_each_bucket_can_have_an_algorithm_of_its_own(group):
 @pytest.mark.mpi
 def test_time_under_way_is_hidden_only_while_the_rank_computes(group):
     spans = layout([1000, 1000])
-    exchange = BucketExchange(
+    exchange = BucketedAllReduce(
         group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000, overlap=True
     )
     hidden, world = [], group.comm.world
@@ -240,7 +242,7 @@ def test_time_under_way_is_hidden_only_while_the_rank_computes(group):
 @pytest.mark.mpi
 def test_auto_chooses_for_each_bucket_and_says_why(group):
     spans = layout([10, 4 * 2**20])
-    exchange = BucketExchange(group, arrays(spans, ["float32"]), spans, "auto", 1000)
+    exchange = BucketedAllReduce(group, arrays(spans, ["float32"]), spans, "auto", 1000)
     long, short = exchange.choices
     exchange.free()
     assert short.algorithm == "native"
@@ -257,7 +259,9 @@ def test_overlap_and_buckets_that_suit_the_nodes(group, nodes):
     spans = layout([2**20, 2**20, 2**20])
     several = nodes > 1 and world.size > 1
     for asked in (None, True, False):
-        exchange = BucketExchange(world, arrays(spans, ["float32"]), spans, "ring", overlap=asked)
+        exchange = BucketedAllReduce(
+            world, arrays(spans, ["float32"]), spans, "ring", overlap=asked
+        )
         overlap = several if asked is None else asked
         assert (exchange.overlap, len(exchange.buckets)) == (overlap, 3 if overlap else 1)
         exchange.free()
@@ -276,7 +280,7 @@ def raised(make):
 def test_ranks_with_other_gradients_are_found_at_once(group):
     last = group.size - 1
     n = 9 if group.rank == last and last else 8
-    result = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
+    result = raised(lambda: BucketedAllReduce(group, [np.zeros(n)], [(0, 0, n)]).free())
     others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
     expected = (
         f"CommError: the ranks would sum different gradients: {others} a bucket of 8 float64; "
@@ -323,7 +327,7 @@ def test_buckets_fill_from_the_end_of_each_buffer(spans, limit, buckets):
 
 @pytest.mark.simulated
 def test_a_gradient_reported_twice_is_refused(group):
-    exchange = BucketExchange(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
+    exchange = BucketedAllReduce(group, [np.ones(8)], [(0, 0, 4), (0, 4, 8)], overlap=False)
     exchange.ready(1)
     refuses(CommError, "gradient 1 was reported final twice", exchange.ready, 1)
     exchange.finish()
@@ -347,7 +351,7 @@ def test_an_empty_bucket_is_refused():
         ("ring", 14 / 8, 14),
         ("halving-doubling", 14 / 8, 14),
         ("tree", 3, 14),
-        ("ps", 7, 14),
+        ("star", 7, 14),
         ("native", None, None),
     ],
 )
@@ -356,8 +360,8 @@ def test_what_ranks_send(algorithm, busiest, total):
 
     def volume(group):
         buffers = [np.zeros(1000), np.zeros(64, "float32")]
-        exchange = BucketExchange(group, buffers, [(0, 0, 1000), (1, 0, 64)], algorithm)
-        result = exchange.volume()
+        exchange = BucketedAllReduce(group, buffers, [(0, 0, 1000), (1, 0, 64)], algorithm)
+        result = exchange.sent_bytes()
         exchange.free()
         return result
 

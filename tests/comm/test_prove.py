@@ -86,7 +86,7 @@ def test_neighbouring_chunks_are_one_message():
 
 def test_an_unknown_algorithm_is_refused_with_the_names():
     usage_error(
-        "'rings'.*ring, tree, ps.*auto, native, shared", find_collective, "all-reduce", "rings"
+        "'rings'.*ring, tree, star.*auto, native, shared", find_collective, "all-reduce", "rings"
     )
 
 

@@ -40,7 +40,7 @@ class Careful(Moving):
     def move(self, x):
         """Move the mean towards that of all ranks' rows."""
         sums = np.array([*x.sum(0), len(x)])
-        if not nn.current().again:
+        if not nn.current().recomputing:
             sums = sums if self.all_reduce is None else self.all_reduce(sums)
             self.mean.data += 0.1 * (sums[:-1] / sums[-1] - self.mean.data)
 

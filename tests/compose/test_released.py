@@ -103,10 +103,10 @@ def test_a_model_that_zero_sharded_goes_on(group, zero, then):
     worker = worker_of(group, model, arrangement=where)
     losses = [worker.step(X, Y).loss]
     if then == "gathered":
-        worker.parallel.gather_model()
+        worker.strategy.gather_model()
     worker.release()
     if then == "gathered after":
-        worker.parallel.gather_model()
+        worker.strategy.gather_model()
     if then in ("plain", "own loop"):
         with pytest.raises(UsageError, match=r"call gather_model\(\) of its strategy"):
             worker_of(group, model) if then == "plain" else nnmpi.DataParallel(model, group)

@@ -158,7 +158,7 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(group,
     for array in model.storage.data if group.is_root else ():
         array[...] = 5.0
     group.barrier()
-    expected = worker.parallel.is_fused or group.is_root
+    expected = worker.strategy.is_fused or group.is_root
     right = [bool((array == 5.0).all()) == expected for array in model.storage.data]
     worker.release()
     assert all(map(all, group.gather(right)))

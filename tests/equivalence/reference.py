@@ -156,7 +156,7 @@ def place(worker):
 
 def batches(setup, worker):
     """Yield a rank's parts of the batches, epoch after epoch."""
-    full = worker.arrangement.layout.fixed
+    full = worker.arrangement.layout.fixed_order
     yield from parts(setup, *place(worker), full)
 
 
@@ -195,7 +195,7 @@ def gather_gradient(worker):
 
     Nothing after a fused update, which uses the gradients up.
     """
-    if worker.parallel.is_fused:
+    if worker.strategy.is_fused:
         return {}
     where = worker.arrangement
     return gradient_state(where).to_dict(everywhere=where.is_plain)

@@ -56,7 +56,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks, optimizer):
         build(ranks, optimizer, allreduce="shared"),
     )
     steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
-    right = [fused.parallel.is_fused, np.allclose(steps[0], steps[1], rtol=1e-6)]
+    right = [fused.strategy.is_fused, np.allclose(steps[0], steps[1], rtol=1e-6)]
     right += [[loss for loss, _ in steps[0]] == [loss for loss, _ in steps[1]]]
     right += [weights(fused.model) == weights(plain.model)]
     ours, theirs = (worker.state()[1].to_dict(everywhere=True) for worker in (fused, plain))
@@ -102,8 +102,8 @@ def test_without_room_it_goes_another_way_and_says_so(ranks, way, after, monkeyp
     worker = build(ranks, **way)
     monkeypatch.undo()
     steps = train(worker, batches(ranks))
-    fused = worker.parallel.is_fused
-    choices = () if fused else worker.parallel.exchange.choices
+    fused = worker.strategy.is_fused
+    choices = () if fused else worker.strategy.exchange.choices
     text = "has only 0 free" in worker.notice + str(choices)
     full = fused or {choice.algorithm for choice in choices} == {"shared"}
     # it simply chooses something else

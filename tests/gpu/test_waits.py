@@ -151,7 +151,9 @@ def test_nobody_waits_without_a_word(real_device, group, monkeypatch, number):
         arrangement=where,
         numerics=Numerics(clip=0.5),
     )
-    loader = Loader(dataset, 24, where, microbatches=4, whole_microbatches=layout.fixed, workers=0)
+    loader = Loader(
+        dataset, 24, where, microbatches=4, whole_microbatches=layout.fixed_order, workers=0
+    )
     given = loader.epoch(0, backend=backend)
     item.step(next(given))
     with watched(real_device, monkeypatch) as counts:

@@ -103,7 +103,7 @@ def test_simulate_and_list():
     "words, sentence",
     [
         ("frob", "frob is not a command; give list, prove, render, simulate, fit"),
-        ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, ps"),
+        ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, star"),
         ("prove ring --operation foo", "no collective 'foo'; choose one of all-reduce"),
         ("simulate ring --bytes x", "--bytes is x; it must be a number of bytes such as 512MiB"),
         (

@@ -279,7 +279,7 @@ def test_compressed_gradients_have_the_bytes_that_a_run_reports(word, one):
     def run(group):
         with ready(work, one.options() | {"batch_size": 4}, group) as (worker, batches):
             reports = [worker.step(next(batches)) for _ in range(3)]
-            return reports[-1].comm_bytes, worker.parallel.state_bytes
+            return reports[-1].comm_bytes, worker.strategy.state_bytes
 
     prices = work.pricer(made_up(4), network_of(one.ranks))
     sums = [*prices._sums(one)]
@@ -392,16 +392,16 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "typical_s", lambda *_: took)
     said = []
 
-    def take(batch_size=16, again=False, **options):
+    def take(batch_size=16, remeasure=False, **options):
         other = workload(batch_size, table, model="mlp", hidden=[8], **options)
 
         def find(group):
-            return find_profile(other, group, 2, said.append, again)[0]
+            return find_profile(other, group, 2, said.append, remeasure)[0]
 
         return simulate(find, 1)[0]
 
     assert take() == take() == made[0] and len(measured) == 1
-    take(again=True)
+    take(remeasure=True)
     took[0] *= 1.5  # another clock, or other kernels that no key knows
     take()
     assert len(measured) == 3 and " now, and " in said[-1]

@@ -101,7 +101,7 @@ def test_chosen_savings_fit_and_none_of_theirs_does():
         except UsageError:  # a segment has taken the way that leaves more
             assert moving_s
             continue
-        assert peak(*chosen) <= budget and not chosen.again & chosen.moved
+        assert peak(*chosen) <= budget and not chosen.recomputed & chosen.moved
         for way in (0, 1):
             for number in chosen[way]:
                 assert peak(*chosen.toggled(number, way)) > budget
@@ -118,5 +118,5 @@ def test_recomputing_all_is_tried_where_moving_saves_too_little():
 
     slow, fast = dict.fromkeys(held, 9.0), dict.fromkeys(held, 0.1)
     assert choose_savings(slow, fast, 1.0, peak, 12).moved == {0, 1}
-    assert choose_savings(slow, fast, 1.0, peak, 5).again == {0, 1}
+    assert choose_savings(slow, fast, 1.0, peak, 5).recomputed == {0, 1}
     usage_error("too few: .* a pass takes 2;", choose_savings, slow, fast, 1.0, peak, 1)

@@ -290,7 +290,7 @@ class Centered(nn.Module):
     def forward(self, x):
         """Return x less the running mean."""
         shift, mode = Tensor(self.mean.data.copy()), nn.current()
-        if mode.training and not mode.again:
+        if mode.training and not mode.recomputing:
             sums = np.append(x.data.sum(0), len(x)).astype("float64")
             self.mean.data += 0.1 * (sums[:-1] / sums[-1] - self.mean.data)
         return x - shift

@@ -88,7 +88,7 @@ def test_strategies_say_for_what_they_are_meant():
     assert STRATEGIES[-1] is DataParallel
 
     def main(group, layout, **options):
-        return type(worker_of(group, layout=layout, **options).parallel).__name__
+        return type(worker_of(group, layout=layout, **options).strategy).__name__
 
     for expected, layout, options in (
         ("SummedReplicas", Layout(), {"kind": Plain}),
@@ -352,9 +352,9 @@ def test_frozen_parameters_are_not_summed_and_thawed_ones_are():
         first = next(iter(worker.model.parameters()))
         step(worker, 0)
         first.requires_grad = False
-        kept = worker.parallel.sums.state["rest"][first.name].copy()
+        kept = worker.strategy.sums.state["rest"][first.name].copy()
         frozen = step(worker, 1).comm_bytes
-        same = (worker.parallel.sums.state["rest"][first.name] == kept).all()
+        same = (worker.strategy.sums.state["rest"][first.name] == kept).all()
         first.requires_grad = True
         return bool(same), step(worker, 2).comm_bytes - frozen == 4 * first.data.size
 
@@ -367,7 +367,7 @@ def test_microbatches_accumulate_and_are_summed_once():
         dataset = nnmpi.data.Dataset("rows", ROWS, LABELS, 3)
         for batch in nnmpi.data.Loader(dataset, 12, group, microbatches=3, shuffle=False).epoch(0):
             worker.step(batch)
-        return {float(item[0]) for item in worker.parallel.sums.state["count"].values()}
+        return {float(item[0]) for item in worker.strategy.sums.state["count"].values()}
 
     assert simulate(main, 2) == [{1.0}] * 2
 

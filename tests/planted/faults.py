@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "memory plan: what is computed again counts as a first time",
         "nnmpi/memory/layers.py",
-        "._replace(again=True,",
+        "._replace(recomputing=True,",
         "._replace(again=False,",
         "tests/memory/test_recompute.py",
     ),

@@ -241,7 +241,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path):
             "--model gpt --layers 99999",
             "--layers is 99999; give a whole number, 1 or more, and below",
         ),
-        ("--zero 1 --allreduce ps", "--zero 1 cannot be combined with --allreduce ps: "),
+        ("--zero 1 --allreduce star", "--zero 1 cannot be combined with --allreduce star: "),
         ("--reduction fixed --allreduce ring", "--reduction fixed cannot be combined with --all"),
         ("--pp 2 --pipeline pipedream --clip 1", "--clip 1.0 cannot be combined with --pipeline"),
         ("--expert-parallel", "--expert-parallel needs a mixture; give --experts"),

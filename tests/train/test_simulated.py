@@ -32,7 +32,7 @@ SHORT = "--max-steps 8 --batch-size 30 --log-every 4 --backend numpy"
 LAYOUTS = {
     "ring": (3, "--allreduce ring"),
     "tree": (6, "--allreduce tree"),
-    "parameter server": (3, "--allreduce ps"),
+    "parameter server": (3, "--allreduce star"),
     "halving-doubling": (6, "--allreduce halving-doubling --dtype float64"),
     "shared": (3, "--allreduce shared --dtype float64"),
     "fused": (3, ""),

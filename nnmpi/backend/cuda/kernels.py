@@ -687,8 +687,8 @@ def compile_for(xp: ModuleType, layers: Collection[str], wide: Dtype, mode: str)
 
 def _deviations(moments: Residuals) -> tuple[Any, ...]:
     """Return x, eps, variances, and what to subtract: the first row, unless means are given."""
-    x, offset, variance, eps, *fixed = moments
-    firsts = [] if fixed else [x[:, :1]]
+    x, offset, variance, eps, *given = moments
+    firsts = [] if given else [x[:, :1]]
     return x, float(eps), is_low(x.dtype), *map(_each, (variance, offset)), *firsts
 
 

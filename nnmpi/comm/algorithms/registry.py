@@ -100,10 +100,10 @@ _ALL = (
         in_mpi=True,
     ),
     Collective(  # last, or level with the tree, at every size; it serves comparisons
-        "ps",
+        "star",
         ALL_REDUCE,
         (star,),
-        "a parameter server, rank 0",
+        "all to rank 0, a parameter server, and back",
         formula=lambda n: (2 * n - 2, 2 * n - 2, n - 1),
     ),
     Collective(

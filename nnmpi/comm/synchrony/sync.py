@@ -114,8 +114,9 @@ class Sync:
     ) = "bsp"
     """When ranks wait for one another, or an Averaging of your own."""
     staleness: int | None = None
-    """Steps a worker may be ahead of the slowest (default: 4). 0 is bsp through a server, except
-    that `clip` clips each worker's gradient instead of their sum.
+    """Steps of lead: how far a worker may be ahead of the slowest (default: 4). Reports count the
+    staleness of gradients in updates instead. 0 is bsp through a server, except that `clip` clips
+    each worker's gradient instead of their sum.
     """
     local_steps: int | None = None
     """Local steps between two averages (default: 8)."""

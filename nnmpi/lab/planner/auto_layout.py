@@ -43,8 +43,8 @@ SHORT_S = 1e-3  # of an MLP's 230 us, a run's own work and the waits for it were
 # Options that a price knows
 PRICED = {"layout", "activation_memory", "compress", *Candidate.__dataclass_fields__}
 MENDS = {
-    "compute_s": "nnmpi plan --again measures the model anew",
-    "wait_s": "nnmpi plan --again measures the stages anew",
+    "compute_s": "nnmpi plan --remeasure measures the model anew",
+    "wait_s": "nnmpi plan --remeasure measures the stages anew",
     "sync_s": "nnmpi comm fit measures the messages",
     "input_s": "the plan has no time for it: give the loader more workers",
 }

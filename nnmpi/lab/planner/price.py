@@ -524,14 +524,14 @@ class Pricer:
 
     def _computing(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of forward and backward through all layers of a replica."""
-        one, name, again = candidate, "seconds", 1.0
+        one, name, factor = candidate, "seconds", 1.0
         if one.recompute and one.pp == 1 and one.zero < 2:
             name = "least_s"  # of a plan, which computes some layers again
         elif one.recompute:  # whole segments
-            again += self._forward_part(self._rows(one))
+            factor += self._forward_part(self._rows(one))
         step_s = self.profile.step(self._rows(one), name)
         once_s = min(step_s, self.profile.once_s) if one.pp > 1 else 0.0
-        return again * (step_s - once_s) * getattr(self.profile.shares[one.tp, one.sp], name)
+        return factor * (step_s - once_s) * getattr(self.profile.shares[one.tp, one.sp], name)
 
     def _forward_part(self, rows: int) -> float:
         return sum(self._layer_s(rows, "keep_s")) / max(sum(self._layer_s(rows, "seconds")), 1e-12)
@@ -798,9 +798,9 @@ class Pricer:
             zero,
         )
         own = [{s: costs[s] for s in schedule.stages_of(rank)} for rank in range(one.pp)]
-        again = one.recompute and in_segments
+        recomputed = one.recompute and in_segments
         return [
-            int(peak_of_stages(item, schedule, rank, item if again else ()))
+            int(peak_of_stages(item, schedule, rank, item if recomputed else ()))
             for rank, item in enumerate(own)
         ]
 

@@ -231,7 +231,7 @@ def kept_profile(
 
 
 def find_profile(
-    workload: Workload, group: Group, ranks: int, say: Say, again: bool = False
+    workload: Workload, group: Group, ranks: int, say: Say, remeasure: bool = False
 ) -> tuple[Profile, Callable[[Profile], None]]:
     """Return a workload's kept or measured profile, and a function to keep one. Collective.
 
@@ -240,11 +240,11 @@ def find_profile(
         group: the ranks that measure.
         ranks: the planned number of ranks.
         say: called with a sentence before measuring, and if the profile is not kept.
-        again: measure even if a profile was kept.
+        remeasure: measure even if a profile was kept.
     """
     kept, store = kept_profile(workload, group, ranks, say)
-    why = "" if kept is None or again else _why_stale(kept, workload, group)
-    if kept is not None and not (why or again):
+    why = "" if kept is None or remeasure else _why_stale(kept, workload, group)
+    if kept is not None and not (why or remeasure):
         return kept, store
     say(f"{why}measuring the model's parts, which is done once and kept")
     with explain_errors(

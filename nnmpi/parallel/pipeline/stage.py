@@ -46,7 +46,7 @@ class Visit(NamedTuple):
     """How a microbatch is computed.
 
     Attributes:
-        mode: (again) -> the mode for a forward; `again` for a recomputation.
+        mode: (recomputing) -> the mode for a forward; `recomputing` for a recomputation.
         end: the model's result -> the last stage's output.
         length: of full sequences, if this rank has only some of their positions.
         size: the elements of the global batch.
@@ -148,14 +148,14 @@ class Flight:
         arrays = tuple(values_or_refuse("the end of a stage", y) for y in outputs)
         return BoundaryArrays(arrays, tuple(y.requires_grad for y in outputs), single)
 
-    def _run(self, leaves: list[Tensor], again: bool) -> Outputs:
+    def _run(self, leaves: list[Tensor], recomputing: bool) -> Outputs:
         _mark_as_inputs(leaves)
         begin, run = clock.now(), partial(self._stage.run, leaves, self._single, self._visit)
-        with self._alone(), self._visit.mode(again):
+        with self._alone(), self._visit.mode(recomputing):
             if self._meter is None:
                 return run()
             result, most, left = self._meter.measure(run)
-        cost = _cost(leaves, result[0], (clock.now() - begin) * again)
+        cost = _cost(leaves, result[0], (clock.now() - begin) * recomputing)
         known = cost.inner + cost.outputs
         # of a plan, whose layers have graphs of their own
         self._unknown = max(0, left - known)

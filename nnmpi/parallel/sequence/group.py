@@ -24,7 +24,7 @@ from nnmpi.backend.array import namespace
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.data.loader import Batch
 from nnmpi.nn.sharding import RING, ULYSSES
-from nnmpi.ops.collectives import PartExchange
+from nnmpi.ops.collectives import TensorParallelGroup
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
 from nnmpi.tensor.placement import PairPlacement, Placement, Shard, is_sharded
 from nnmpi.tensor.sharded import ShardedTensor, mark
@@ -34,7 +34,7 @@ POSITIONS = 1  # the axis
 
 
 @dataclass(frozen=True)
-class SequenceGroup(PartExchange):
+class SequenceGroup(TensorParallelGroup):
     """The ranks that share sequences.
 
     Attributes:

@@ -18,7 +18,7 @@ from nnmpi.base.shard import Region
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Buffer, Module, NamedModules
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.ops.collectives import PartExchange, redistribute, scatter
+from nnmpi.ops.collectives import TensorParallelGroup, redistribute, scatter
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED, Placement, Shard, features, is_sharded
 from nnmpi.tensor.sharded import ShardedTensor, gather_shards, mark
@@ -172,7 +172,7 @@ class LayerContext:
         """Return a layer whose operations support shards themselves (see `tensor.placement`)."""
         if self.placement.is_replicated:
             return module, REPLICATED
-        exchange = PartExchange(self.group)
+        exchange = TensorParallelGroup(self.group)
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, ShardedTensor.part), self.placement
 
@@ -262,7 +262,7 @@ class Redistributed(Module):
         return y if self._after is None else self._after(y)
 
 
-def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Shard:
+def _cut(x: Tensor, placement: Placement, exchange: TensorParallelGroup, name: str) -> Shard:
     """Return the shard of x in this placement; if the repeats are unknown, x is that shard."""
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
@@ -270,7 +270,7 @@ def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> 
     return Shard(replace(placement, axis=axis), exchange, name)
 
 
-def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Tensor:
+def _mark(x: Tensor, placement: Placement, exchange: TensorParallelGroup, name: str) -> Tensor:
     return x if placement.is_replicated else mark(x, _cut(x, placement, exchange, name))
 
 
@@ -293,7 +293,7 @@ class ShardedChild(Redistributed):
     ) -> None:
         super().__init__(inner)
         self._name, self._expects, self._gives = name, expects, gives
-        self._group = PartExchange(group)
+        self._group = TensorParallelGroup(group)
 
     def forward(self, x: Any) -> Any:
         """Return the layer's result, marked as a part if it is sharded."""

@@ -154,7 +154,7 @@ def _rows(images: Array, rows: range, present: range) -> Array:
     return images[:, rows.start - present.start : rows.stop - present.start]
 
 
-class RowsConv2d(Conv2d, fixed="stride padding dilation"):
+class RowsConv2d(Conv2d, read_once="stride padding dilation"):
     """A convolution's shard of rows: (batch, own rows, w, in) -> (batch, own rows, out_w, out)."""
 
     group: Group

@@ -481,7 +481,7 @@ class ShardedStorage(FlatStorage):
         """Return the error of a strategy that needs the whole model on every rank."""
         return UsageError(
             f"ZeRO {self.stage} has sharded this model, so {what}; call gather_model() of its"
-            " strategy (worker.parallel) on all ranks, then make a new optimizer"
+            " strategy (worker.strategy) on all ranks, then make a new optimizer"
         )
 
     def trained_slice(self, span: Span) -> slice:

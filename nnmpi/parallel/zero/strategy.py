@@ -51,7 +51,7 @@ class UnitEnd(Elementwise):
         return (grad,)
 
 
-class ShardedDataParallel(Replicas, fixed="stage"):
+class ShardedDataParallel(Replicas, read_once="stage"):
     """ZeRO: data parallelism whose ranks shard the training state. Collective.
 
         parallel = nnmpi.ShardedDataParallel(model, group, stage=3)

@@ -4,7 +4,8 @@ Each kind has its checker:
 
     collectives       (rank, size) -> that rank's steps. `prove` checks them on several numbers of
                       ranks; then rounds, bytes and partners are compared with the package's
-    group operations  run on simulated ranks and compared with the serial result: `exercise.shared`
+    group operations  run on simulated ranks and compared with the serial result: see
+                      `exercise.group_operations`
     schedules         `schedule.check` accepts any right one; then simulated time and the peak of
                       activations are compared with the package's
     costs, rules      compared on drawn cases with the collectives' `coefficients` and `synchrony`;
@@ -58,7 +59,7 @@ from nnmpi.teaching.exercise.exercise import (
     call,
     described,
 )
-from nnmpi.teaching.exercise.shared import SHARED
+from nnmpi.teaching.exercise.group_operations import SHARED
 from nnmpi.teaching.exercise.wire import WrongAnswer
 
 ANY, POWERS = (2, 3, 4, 5, 1, 8), (2, 4, 8, 1, 16)  # a mistake shows better on 2 ranks than on 1
@@ -186,7 +187,7 @@ _COLLECTIVES = (
     _collective(
         "star-all-reduce",
         "all-reduce",
-        "ps",
+        "star",
         """A parameter server: rank 0 adds up all buffers, and sends the sum back.
 
         The other ranks talk only to rank 0: 2 (size - 1) rounds.""",
@@ -296,7 +297,7 @@ _COLLECTIVES = (
     _collective(
         "my-all-reduce",
         "all-reduce",
-        "ps",
+        "star",
         """Every rank gets the sum of all buffers, by any algorithm.
 
         It must not be slower than a parameter server: at most 2 (size - 1) rounds, and no rank may
@@ -468,7 +469,7 @@ _COSTS = (
     _cost(
         "server-cost",
         "all-reduce",
-        "ps",
+        "star",
         """The parameter server's all-reduce: rank 0 receives from each rank, then sends to each.
 
         Return its seconds for M bytes on N ranks. A message of m bytes takes alpha + m * beta

@@ -17,7 +17,7 @@ A check calls it like any function and judges the result. These rules hold:
 - Changes that the function makes to an array argument are visible after the call.
 - An object whose class has `lent`, a list of methods and attributes, is lent. Its methods run in
   the judge's process, so the simulated world itself counts waits, bytes and seconds
-  (`exercise.shared.Ranks`).
+  (`exercise.group_operations.Ranks`).
 - A rank's calls go to that rank's process, chosen by the first lent object with a `rank`; all other
   calls go to one process. No process sees another's values.
 - Inputs are drawn for each check: a solution could contain the answers to fixed ones.

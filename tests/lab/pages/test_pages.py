@@ -119,7 +119,7 @@ def test_sliders_change_costs_and_crossings(ring, tmp_path):
     """More ranks, another algorithm, shorter buffers; what is not drawn is priced."""
     script = """
         const told = [texts(".crossings")[0]];
-        take(1, "ps"); move("ranks", 0); press("End");
+        take(1, "star"); move("ranks", 0); press("End");
         told.push(texts(".figures")[1]);
         move("ranks", document.querySelector('input[aria-label="ranks"]').max);
         told.push(texts(".caption")[0], texts("table tr").slice(1)[0]);

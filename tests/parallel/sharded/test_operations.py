@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import nnmpi
 from nnmpi import Tensor
 from nnmpi.base.errors import LayoutError
-from nnmpi.ops.collectives import PartExchange, scatter
+from nnmpi.ops.collectives import TensorParallelGroup, scatter
 from nnmpi.tensor import Function, gather_shards
 from nnmpi.tensor.placement import Placement, Shard, is_sharded
 from nnmpi.tensor.sharded import mark
@@ -69,7 +69,7 @@ TAKEN = [
 
 def part_of(x, placement, group):
     """Return this rank's part of a tensor, as one that says so."""
-    return mark(scatter(x, group, placement), Shard(placement, PartExchange(group), "made"))
+    return mark(scatter(x, group, placement), Shard(placement, TensorParallelGroup(group), "made"))
 
 
 def placements(length, axis):

@@ -21,7 +21,7 @@ def _cost(*key):
     return lambda N, M, alpha, beta: np.dot(COLLECTIVES[key].formula(N)[:2], (alpha, M * beta))
 
 
-server_cost, ring_cost = _cost("all-reduce", "ps"), _cost("all-reduce", "ring")
+server_cost, ring_cost = _cost("all-reduce", "star"), _cost("all-reduce", "ring")
 tree_cost, all_gather_cost = _cost("all-reduce", "tree"), _cost("all-gather", "ring")
 naive_pipeline, gpipe, one_f_one_b = schedules.naive, schedules.gpipe, schedules.one_f_one_b
 interleaved, inference_pipeline = (

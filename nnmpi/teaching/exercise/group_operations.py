@@ -130,7 +130,7 @@ Most: TypeAlias = Callable[[int], float]
 """Number of ranks -> the limit: bytes of the busiest rank, or seconds if there is a network."""
 
 
-def measure_shared(trial: MakeCase, network: str, function: Solver, setting: Setting) -> Measures:
+def measure_on_ranks(trial: MakeCase, network: str, function: Solver, setting: Setting) -> Measures:
     """Run a solution; return the bytes of the busiest rank, and the simulated seconds.
 
     Args:
@@ -221,7 +221,7 @@ which starts the array's sum over the ranks and returns at once; finish(), which
 and returns them in a list, in the order of their start."""
 
 
-def _shared(
+def _on_ranks(
     arguments: str,
     more: str = _GROUP,
     most: Most = lambda size: inf,
@@ -240,7 +240,7 @@ def _shared(
             arguments,
             sizes,
             imports="import numpy as np",
-            measure=partial(measure_shared, trial, network),
+            measure=partial(measure_on_ranks, trial, network),
             best=best,
         )
 
@@ -282,7 +282,7 @@ def _part(array: Array, group: Ranks) -> Array:
     return np.pad(flat, (0, -flat.size % group.size)).reshape(group.size, -1)[group.rank]
 
 
-@_shared("group, loss_sum, samples")
+@_on_ranks("group, loss_sum, samples")
 def global_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The mean loss over all ranks' samples; some ranks have more samples than others, some none.
 
@@ -294,7 +294,7 @@ def global_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, float(mine.sum()), len(mine)), losses.mean()
 
 
-@_shared("group, gradient, rows", most=_moved(3, WEIGHTS, 1))
+@_on_ranks("group, gradient, rows", most=_moved(3, WEIGHTS, 1))
 def gradient_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The mean gradient over all ranks' rows; some ranks have more rows than others, some none.
 
@@ -306,7 +306,7 @@ def gradient_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, gradients[group.rank], int(rows[group.rank])), gradients.sum(0) / sum(rows)
 
 
-@_shared("group, tp, x", _SMALLER, _gridded, (1, 2, 3, 4, 6))
+@_on_ranks("group, tp, x", _SMALLER, _gridded, (1, 2, 3, 4, 6))
 def grid_split(group: Ranks, arrays: MakeArrays) -> RankCase:
     """Ranks on a grid: rank d * tp + t is shard t of replica d.
 
@@ -318,7 +318,7 @@ def grid_split(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, tp, x[group.rank]), (x[d * tp : (d + 1) * tp].sum(0), x[t::tp].ravel())
 
 
-@_shared("group, x, w")
+@_on_ranks("group, x, w")
 def row_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     """x @ w, where each rank has some columns of x and the rows of w with the same numbers.
 
@@ -328,7 +328,7 @@ def row_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, x[:, mine], w[mine]), x @ w
 
 
-@_shared("group, grad, w")
+@_on_ranks("group, grad, w")
 def column_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of
     y's gradient.
@@ -339,7 +339,7 @@ def column_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, grad[:, mine], w[:, mine]), grad @ w.T
 
 
-@_shared("group, x, w, columns", _PARTS, _moved(1.5, BATCH * OUT))
+@_on_ranks("group, x, w, columns", _PARTS, _moved(1.5, BATCH * OUT))
 def gathered_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     """y = x @ w, where each rank has some columns of w: the whole y on every rank.
 
@@ -349,7 +349,7 @@ def gathered_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, x, w[:, _mine(OUT, group)], [*map(len, split(OUT, group.size))]), x @ w
 
 
-@_shared("group, x, w, grad, mine")
+@_on_ranks("group, x, w, grad, mine")
 def gathered_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The backward pass of a layer whose outputs were gathered: every rank has the whole gradient
     of y.
@@ -361,7 +361,7 @@ def gathered_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, x, w[:, mine], grad, mine), (grad @ w.T, x.T @ grad[:, mine])
 
 
-@_shared("group, x, a, b")
+@_on_ranks("group, x, a, b")
 def sharded_pair(group: Ranks, arrays: MakeArrays) -> RankCase:
     """max(x @ a, 0) @ b, where each rank has some columns of a and the rows of b with the same
     numbers.
@@ -372,7 +372,7 @@ def sharded_pair(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, x, a[:, mine], b[mine]), np.maximum(x @ a, 0) @ b
 
 
-@_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
+@_on_ranks("group, x, a, b, grad", most=_moved(3, BATCH * IN))
 def pair_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The backward pass of max(x @ a, 0) @ b, where each rank has some columns of a and the rows of
     b with the same numbers.
@@ -390,7 +390,7 @@ def pair_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     )
 
 
-@_shared("group, weights, gradient, mine, rate", most=_moved(2.5, WEIGHTS))
+@_on_ranks("group, weights, gradient, mine, rate", most=_moved(2.5, WEIGHTS))
 def zero_update(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A step of ZeRO: each rank updates its own part of the weights.
 
@@ -413,7 +413,7 @@ def _alone(weights: Array, mine: slice) -> Array:
     return shard
 
 
-@_shared("group, w")
+@_on_ranks("group, w")
 def zero3_partition(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 1: a rank's part of a layer's weights.
 
@@ -423,7 +423,7 @@ def zero3_partition(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, w), _part(w, group)
 
 
-@_shared("group, x, parts, shapes", most=_moved(1.25, *UNIT))
+@_on_ranks("group, x, parts, shapes", most=_moved(1.25, *UNIT))
 def zero3_forward(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.
 
@@ -437,7 +437,7 @@ def zero3_forward(group: Ranks, arrays: MakeArrays) -> RankCase:
     ) @ weights[1]
 
 
-@_shared("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
+@_on_ranks("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
 def zero3_backward(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 3: backward. Weights are gathered once more, gradients are reduced to their owners.
 
@@ -457,7 +457,7 @@ def zero3_backward(group: Ranks, arrays: MakeArrays) -> RankCase:
     )
 
 
-@_shared("group, weights, gradient, m, v, mine, step", most=_moved(2.5, WEIGHTS))
+@_on_ranks("group, weights, gradient, m, v, mine, step", most=_moved(2.5, WEIGHTS))
 def sharded_adam(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A step of Adam, where each rank has its own part of the weights and of both moments.
 
@@ -475,7 +475,7 @@ def sharded_adam(group: Ranks, arrays: MakeArrays) -> RankCase:
     return given, (weights - step, m[mine], v[mine]), 1, 3, 4
 
 
-@_shared("group, x, chosen, experts, owner", _ALL_TO_ALL, _routed)
+@_on_ranks("group, x, chosen, experts, owner", _ALL_TO_ALL, _routed)
 def expert_parallel(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A mixture of experts: each token goes to its expert's rank, and comes back.
 
@@ -492,7 +492,7 @@ def expert_parallel(group: Ranks, arrays: MakeArrays) -> RankCase:
     return (group, x, chosen.tolist(), local, owner), np.einsum("ti,tio->to", x, experts[chosen])
 
 
-@_shared(
+@_on_ranks(
     "backward",
     _BACKWARD,
     lambda size: (
