@@ -44,10 +44,11 @@ LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
 PATIENCE = 100  # attempts to be the only one that writes a file
 # A packed file may unpack to this many times its size, plus this many bytes: tables and images
-# become 3 to 30 times as long, zeros a thousand times. A text takes longer: a row of 4 bytes costs
-# a hundred bytes and 2 microseconds.
+# become 3 to 30 times as long, zeros a thousand times. A text takes longer: a row of 6 bytes costs
+# a hundred bytes and 3 microseconds.
 UNPACKED, UNPACKED_BYTES = 100, 2**28
 TEXT, TEXT_BYTES = 30, 2**23
+PROBED = 2**20  # bytes of a packed text that may be parsed before all of it is measured
 LINE = 2**28  # most characters of a line; text8, a corpus, is one line of 10**8
 DOTS = 10_000  # of a TOML file: a key of 16,000 names in dots takes tomllib 1 GB and 4 s
 BLANK_LINES = 2**20  # most blank lines between two others
@@ -671,10 +672,14 @@ def check_unpacked(
 
 
 class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a gz file, up to the limit of `check_unpacked`."""
+    """The unpacked bytes of a gz file, up to the limit of `check_unpacked`.
+
+    A text is measured when PROBED bytes of it were read. Unpacking takes a hundredth of the time of
+    parsing, so a text that is too long is refused before nearly all of that time is spent.
+    """
 
     def __init__(self, path: Path, plain: BinaryIO, is_text: bool) -> None:
-        self._path, self._is_text = path, is_text
+        self._path, self._is_text, self._is_measured = path, is_text, not is_text
         self._stream = gzip.GzipFile(fileobj=plain)
 
     def readable(self) -> bool:
@@ -683,7 +688,17 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count = self._stream.readinto(buffer)
         check_unpacked(self._path, self._stream.tell(), is_text=self._is_text)
+        if not self._is_measured and self._stream.tell() > PROBED:
+            self._is_measured = True
+            self._measure()
         return count
+
+    def _measure(self) -> None:
+        """Unpack all of the file, into nothing."""
+        chunk = bytearray(PROBED)
+        with self._path.open("rb") as plain, gzip.GzipFile(fileobj=plain) as stream:
+            while stream.readinto(chunk):
+                check_unpacked(self._path, stream.tell(), is_text=self._is_text)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from nnmpi.base.files import read_lines
 from nnmpi.data import Dataset, load
 from nnmpi.data.arrays import load_arrays, read_npz, read_samples
 from nnmpi.data.columns import plain as plain_rules
@@ -264,6 +265,27 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
         data_error(f"unpacks to more than {times} times its size", read)
     np.savez_compressed(tmp_path / "c.npz", x=X, y=Y, junk=np.zeros(2**22))  # of which nobody asks
     assert len(load_arrays(tmp_path / "c.npz", "c", read_npz)[0]) == 20
+
+
+def test_a_packed_text_is_measured_before_it_is_parsed(tmp_path, monkeypatch):
+    """Parsing takes a hundred times as long as unpacking: few lines are parsed of one too long."""
+    monkeypatch.setattr("nnmpi.base.files.PROBED", 2**16)
+    monkeypatch.setattr("nnmpi.base.files.TEXT_BYTES", 2**19)
+    line, file = "1,2,setosa\n", tmp_path / "a.csv.gz"
+    file.write_bytes(gzip.compress(line.encode() * 2**16))
+    parsed = 0
+
+    def parse():
+        nonlocal parsed
+        for _ in read_lines(file):
+            parsed += 1
+
+    data_error("unpacks to more than 30 times its size", parse)
+    assert 0 < parsed * len(line) < 2**18
+    file.write_bytes(gzip.compress(line.encode() * 2**15))
+    parsed = 0
+    parse()
+    assert parsed == 2**15
 
 
 def test_an_archive_within_the_archive_is_not_unpacked(tmp_path):
