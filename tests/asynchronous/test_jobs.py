@@ -26,26 +26,56 @@ FOR_EVER = (
 
 
 def check_told(run, output, first_epoch):
-    """Check that the lines of each epoch say what the records of its segments say."""
+    """Check that the line below each epoch says what the records of its segments say.
+
+    It is not printed again if it would say the same as below the epoch before.
+
+    Args:
+        first_epoch: the number of the first epoch of this job, which may have begun in another one.
+    """
     records = [
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
     ]
-    message = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
-    assert message
-    for number, text in message:
-        if int(number) <= first_epoch:  # it may have begun in another job
+    epochs = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
+    assert epochs
+    told = ""
+    for number, text in epochs:
+        printed = re.findall(r"^  ((?:staleness|weights differed) .*)", text, re.MULTILINE)
+        told = printed[0] if printed else told
+        if int(number) <= first_epoch:
             continue
         mine = [record for record in records if int(number) - 1 < record["epoch"] <= int(number)]
-        stale = sum_staleness(mine)
-        if stale.total:
-            counts = ", ".join(str(histogram.total()) for histogram in stale.histograms)
-            assert f"staleness {stale.mean():.2f} on average, at most {stale.largest()}; " in text
-            assert f"steps by worker: {counts}" in text
-        lead = max(record["lead"] for record in mine)
-        assert (f"at most {lead} step" in text) == (lead > 0)
-        assert (max(record["disagreement"] for record in mine) > 0) == (
-            "weights differed by" in text
-        )
+        if measured := what_was_measured(mine):
+            for begin, part in zip(measured, told.split("; "), strict=True):
+                assert part.startswith(begin), (number, told)
+        else:
+            assert not printed, (number, told)
+
+
+def what_was_measured(records):
+    """Return how the parts of the line on these segments begin."""
+    stale, parts = sum_staleness(records), []
+    lead = max(record["lead"] for record in records)
+    apart = max(record["disagreement"] for record in records)
+    if stale.total:
+        parts.append(f"staleness {stale.mean():.2f} on average, at most {stale.largest()}")
+    if lead:
+        parts.append(f"at most {lead} step")
+    if stale.total:
+        counts = ", ".join(str(histogram.total()) for histogram in stale.histograms)
+        parts.append(f"steps by worker: {counts}")
+    if apart:
+        parts.append(f"weights differed by {100 * apart:.2g} %")
+    return parts
+
+
+def test_what_was_measured_is_told_below_an_epoch_unless_it_stays_the_same(tmp_path, capsys):
+    run = tmp_path / "run"
+    words = f"{DIGITS} --epochs 3 --sync local --local-steps 1 --eval-every 0 --out {run}"
+    on_ranks(main, words.split(), 2)
+    output = capsys.readouterr().out
+    assert output.count("steps by worker") == 1
+    check_told(run, output, 0)
 
 
 @pytest.mark.slow(ONCE_MORE)

@@ -174,6 +174,8 @@ def test_signals_stay_as_they_are_when_mpi_starts():
             env={name: value for name, value in os.environ.items() if name[:3] != "UCX"},
             cwd=ROOT,
             timeout=60,
+            # under nohup it is ignored, and stays so
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         assert ran.returncode == -number
 
