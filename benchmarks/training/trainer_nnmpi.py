@@ -18,7 +18,8 @@ from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, 
 from benchmarks.training.contestants import COMPILED, WORKER, Contestant
 from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
+from nnmpi.backend import onednn
+from nnmpi.backend.blas import blas_pool, name_blas
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 
@@ -56,8 +57,8 @@ class NnmpiTrainer(Trainer):
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
-        mkl, blas = installed_mkl(), name_blas(blas_pool(threadpoolctl.threadpool_info()))
-        result = {"blas": blas if mkl is None else f"mkl {mkl.version}, {blas}"}
+        other, blas = onednn.for_float32(), name_blas(blas_pool(threadpoolctl.threadpool_info()))
+        result = {"blas": blas if other is None else f"oneDNN {other.version}, {blas}"}
         return result if self._group is None else {**result, "mpi": self._group.comm.world.library}
 
     def close(self) -> None:

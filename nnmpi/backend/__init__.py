@@ -16,7 +16,7 @@ Matrix products:
     gemm               the product that operations call
     cublas             memory layouts of matrices, and products on a device with few calls
     onednn             products and convolutions of bfloat16 on the host
-    blas               MKL beside NumPy's BLAS; a check for code of an older processor
+    blas               NumPy's BLAS, its threads; a check for code of an older processor
 
 Devices:
 

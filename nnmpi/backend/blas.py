@@ -1,31 +1,20 @@
-"""The BLAS in use, its threads, MKL beside it, and OPENBLAS_CORETYPE, which may slow NumPy's down.
+"""The BLAS in use, its threads, and OPENBLAS_CORETYPE, which may slow NumPy's down.
 
 OpenBLAS has code for many processors and detects the right one, unless OPENBLAS_CORETYPE names
 another, as some machines do for all their users. Code for AVX2 leaves half of an AVX-512 processor
 idle: on a Zen 5 core a matrix product ran at 123 GF/s instead of 215 to 245. On Zen 4 it costs
 nothing, since the units of its AVX-512 are as wide as those of AVX2.
-
-On Intel's processors MKL, if installed (`pip install mkl`), multiplies large float32 matrices 1.12
-to 1.2 times as fast as NumPy's OpenBLAS (one core of a Xeon with AVX-512). A call through ctypes
-costs a microsecond more than NumPy's, so small products use NumPy. Sizes alone decide, not timings:
-a repeated command has the same bits. Stacks of matrices, and arrays that are neither row- nor
-column-major, use NumPy too.
 """
 
-import ctypes
 import os
-import site
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
 
-from nnmpi.backend.array import Array, Matrices
 from nnmpi.base.launcher import user_chose_threads
 
 VARIABLE = "OPENBLAS_CORETYPE"
@@ -34,12 +23,6 @@ AVX512 = frozenset(["avx512f", "avx512bw", "avx512dq", "avx512vl"])
 AVX512_CORES = frozenset(["skylakex", "cooperlake", "sapphirerapids"])
 # vendor and family with AVX-512 in units of half the width (Zen 3, of this family too, has none)
 ZEN4 = ("AuthenticAMD", "25")
-
-LEAST = 2**20  # multiplications: at 64 rows and columns NumPy is faster, at 128 MKL
-ROWS, PLAIN = 101, 111  # cblas's codes; PLAIN + 1 is that of a column-major matrix
-OPENMP, SEQUENTIAL = 0, 1  # MKL_Set_Threading_Layer's
-_INT, _POINTER = ctypes.c_int, ctypes.c_void_p
-_REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 
 def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -> str | None:
@@ -136,106 +119,7 @@ def read_cpu(field: str, cpu: Path = _CPU_INFO) -> str:
     return values.get(field, "")
 
 
-class Mkl:
-    """MKL's products, on a number of threads that is fixed for the process."""
-
-    def __init__(self, library: ctypes.CDLL, threads: int, least: int = LEAST) -> None:
-        library.MKL_Set_Threading_Layer(_INT(OPENMP if threads > 1 else SEQUENTIAL))
-        library.MKL_Set_Num_Threads(_INT(threads))
-        self._library, self._least = library, least
-        self._gemm = {}
-        for name, (code, real) in _REAL.items():
-            gemm = getattr(library, f"cblas_{code}gemm")
-            gemm.restype = None
-            gemm.argtypes = [_INT] * 6 + [
-                real,
-                _POINTER,
-                _INT,
-                _POINTER,
-                _INT,
-                real,
-                _POINTER,
-                _INT,
-            ]
-            self._gemm[np.dtype(name)] = gemm
-
-    @property
-    def version(self) -> str:
-        """The version number in MKL's text."""
-        text = ctypes.create_string_buffer(200)
-        self._library.MKL_Get_Version_String(text, _INT(len(text)))
-        words = text.value.decode(errors="replace").split()
-        return words[words.index("Version") + 1].split("-")[0] if "Version" in words else "unknown"
-
-    def takes(self, a: Array, b: Array, out: Array | None) -> bool:
-        """True if MKL multiplies these: large, of one dtype, each row- or column-major."""
-        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-            return False
-        if a.size * b.shape[1] <= self._least or a.dtype != b.dtype or a.dtype not in self._gemm:
-            return False
-        if _form(a) is None or _form(b) is None:
-            return False
-        if out is None:
-            return True
-        return (
-            out.shape == (a.shape[0], b.shape[1])
-            and out.dtype == a.dtype
-            and (_form(out) or (1,))[0] == 0
-        )
-
-    def multiply(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        """Write a @ b to `out`, or add it; for arguments that `takes` accepts."""
-        (a_form, a_lead), (b_form, b_lead), (_, out_lead) = (
-            _form(x) or (0, 0) for x in (a, b, out)
-        )
-        n, m, k = a.shape[0], b.shape[1], a.shape[1]
-        left, right, at = (x.ctypes.data for x in (a, b, out))
-        gemm = self._gemm[a.dtype]
-        gemm(
-            ROWS,
-            PLAIN + a_form,
-            PLAIN + b_form,
-            n,
-            m,
-            k,
-            1.0,
-            left,
-            a_lead,
-            right,
-            b_lead,
-            float(add),
-            at,
-            out_lead,
-        )
-
-
-def _form(x: Array) -> tuple[int, int] | None:
-    return Matrices.of(x).form
-
-
 @cache
 def is_intel() -> bool:
     """True on Intel's processors."""
     return read_cpu("vendor_id") == "GenuineIntel"
-
-
-@cache
-def installed_mkl() -> Mkl | None:
-    """Return MKL on Intel's processors, if installed: on others it was slower than OpenBLAS."""
-    return load_mkl() if is_intel() else None
-
-
-@cache
-def load_mkl() -> Mkl | None:
-    """Return MKL with as many threads as NumPy's BLAS; None if it cannot be loaded."""
-    folders = [Path(sys.prefix, "lib"), Path(site.getuserbase(), "lib")]
-    files = [file for folder in folders for file in sorted(folder.glob("libmkl_rt.so*"))]
-    if not files:
-        return None
-    threads = max(
-        (item["num_threads"] for item in threadpool_info() if item["user_api"] == "blas"), default=1
-    )
-    try:
-        return Mkl(ctypes.CDLL(str(files[-1])), threads)
-    except (OSError, AttributeError):  # built for another processor, or without these functions
-        return None

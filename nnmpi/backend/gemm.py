@@ -1,8 +1,8 @@
 """Matrix products. The arrays' library computes them; `precision` sets the accuracy.
 
 arrays       float32, float64                  float16, bfloat16                     whole numbers
-NumPy        its BLAS; MKL, where it is        none: operations compute in float32   its own loops
-             installed, for large matrices     (see `Function.computes`)
+NumPy        its BLAS; oneDNN, where it is     none: operations compute in float32   its own loops
+             faster (see `onednn.takes`)       (see `Function.computes`)
 CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
              (see `cublas`)                    and rounds down once
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend import onednn
 from nnmpi.backend.array import Array, Matrices, Shape, empty, namespace
-from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
+from nnmpi.backend.blas import has_small_products, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import (
     FLOAT32,
@@ -88,6 +88,11 @@ def gemm(
         return out
     if rounds and a.dtype == b.dtype == FLOAT32:
         return _rounded_product(a, b, out, add)
+    if onednn.for_float32() is not None and onednn.takes(a, b, out):
+        if out is None:
+            out = np.empty((a.shape[0], b.shape[1]), FLOAT32, like=a)
+        call(onednn.multiply_exactly, (a, b), (out, add))
+        return out
     single = b.dtype == np.float32 == a.dtype and a.ndim == b.ndim == 2
     if single and a.size * b.shape[1] > SMALL and a.shape[1] == b.shape[0]:
         shape = a.shape[0], b.shape[1]
@@ -101,12 +106,6 @@ def gemm(
                 out = np.empty(shape, a.dtype, like=a)
             call(_by_strips, (a, b), (out, width))
             return out
-    mkl = installed_mkl()
-    if mkl is not None and mkl.takes(a, b, out):
-        if out is None:
-            out = np.empty((a.shape[0], b.shape[1]), a.dtype, like=a)
-        call(mkl.multiply, (a, b), (out, add))
-        return out
     # dot, not matmul: it is faster. Also, OpenBLAS computes on garbage in unused vector lanes, and
     # matmul reports their floating-point exceptions as warnings.
     is_plain = a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous)

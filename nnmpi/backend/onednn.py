@@ -1,9 +1,12 @@
-"""oneDNN, called through its C interface: products and convolutions that read bfloat16.
+"""oneDNN, called through its C interface: products, and convolutions that read bfloat16.
 
     float32 operands ---reorder: each element is rounded---> bfloat16
     bfloat16 operands ---matmul, convolution: sums in float32---> float32
 
-It is taken where it is a gain: on processors with instructions that multiply bfloat16 (`UNITS`).
+bfloat16 is taken where it is a gain: on processors with instructions that multiply it (`UNITS`). On
+Intel's processors large float32 products are oneDNN's, too (`takes`), which are faster there than
+NumPy's OpenBLAS. Shapes alone decide, not timings: a repeated command has the same bits.
+
 `find` looks for the library where pip and Conda put it, then where the system's loader looks, which
 knows Debian's packages and a cluster's modules.
 
@@ -29,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.array import Array, Matrices, Shape
 from nnmpi.backend.blas import blas_threads, is_intel
 from nnmpi.base.errors import DeviceError
 
@@ -44,6 +47,13 @@ AMX, AVX512 = "amx_bf16", "avx512_bf16"
 UNITS = {AMX: 0xFEF, AVX512: 0xE7}
 PRIMITIVES = 512  # of a thread
 
+# Multiplications of a float32 product that oneDNN computes. On an Emerald Rapids, one thread, GF/s
+# by OpenBLAS, MKL and oneDNN: 125, 153, 152 for (64 x 784) x 128; 118, 123, 123 for 128 cubed; 133,
+# 33, 24 for 64 cubed. In 15 larger products oneDNN had 1.02 to 1.35 of OpenBLAS's speed and 0.93 to
+# 1.15 of MKL's. Of a transposed first matrix it reads larger ones slowly: (1536 x 2048) x 384 took
+# 109 to OpenBLAS's 138.
+LEAST, MOST_TURNED = 2**21, 2**27
+
 # Constants of dnnl_types.h
 _CPU, _IN_ORDER = 1, 1
 _BFLOAT16, _FLOAT32 = 2, 3
@@ -55,6 +65,7 @@ _SEQUENTIAL, _OPENMP = 1, 2
 _NAMES = {1: "out of memory", 2: "invalid arguments", 3: "not supported", 6: "a runtime error"}
 _UNSUPPORTED = (2, 3)
 
+FLOAT32 = np.dtype(np.float32)
 _POINTER, _INT, _LENGTH = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _MOST_AXES = 12
 
@@ -77,12 +88,12 @@ class _Version(ctypes.Structure):
 
 
 class Library(NamedTuple):
-    """The library on a processor that multiplies bfloat16.
+    """The library.
 
     Attributes:
         functions: of its C interface.
         version: such as "3.2".
-        unit: the instructions that multiply, a name in `UNITS`.
+        unit: the instructions that multiply bfloat16, a name in `UNITS`; "" if none are a gain.
         threaded: whether it has threads of OpenMP, whose number it takes from the calling thread.
     """
 
@@ -104,7 +115,7 @@ class Library(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The library, or why there is none, as the end of a sentence that begins with "oneDNN"."""
+    """The library; and why bfloat16 is slow here, to go on with after "oneDNN"."""
 
     library: Library | None
     reason: str = ""
@@ -112,7 +123,7 @@ class Found(NamedTuple):
 
 @cache
 def find() -> Found:
-    """Return the library if it makes bfloat16 fast here, else the reason why not."""
+    """Return the library, or None, and the reason if it does not make bfloat16 fast here."""
     given = os.environ.get(VARIABLE)
     reason = f"is not installed: {REMEDY}"
     for place in [given] if given else [*_installed(), NAME]:
@@ -127,9 +138,13 @@ def find() -> Found:
             continue
         library = _library(functions, known)
         if isinstance(library, Library):
-            return Found(library)
+            return Found(library, "" if library.unit else _no_unit(library))
         reason = library
     return Found(None, reason)
+
+
+def _no_unit(library: Library) -> str:
+    return f"{library.version} finds no instructions for bfloat16 in this processor that are a gain"
 
 
 def _library(functions: ctypes.CDLL, known: Any) -> Library | str:
@@ -142,19 +157,38 @@ def _library(functions: ctypes.CDLL, known: Any) -> Library | str:
     functions.dnnl_get_effective_cpu_isa.restype = ctypes.c_uint
     # the bits of another architecture mean something else
     isa = functions.dnnl_get_effective_cpu_isa() if platform.machine() == "x86_64" else 0
-    unit = next((name for name, bits in UNITS.items() if isa & bits == bits), None)
-    if unit is None or (unit == AVX512 and is_intel()):
-        return f"{version} finds no instructions for bfloat16 in this processor that are a gain"
+    unit = next((name for name, bits in UNITS.items() if isa & bits == bits), "")
+    if unit == AVX512 and is_intel():
+        unit = ""
     functions.dnnl_memory_set_data_handle.argtypes = [_POINTER, _POINTER]
     functions.dnnl_primitive_execute.argtypes = [_POINTER, _POINTER, _INT, _POINTER]
     functions.dnnl_primitive_desc_query_md.restype = _POINTER
     functions.dnnl_memory_desc_get_size.restype = ctypes.c_size_t
+    order, factor, matrix = ctypes.c_char, ctypes.c_float, (_POINTER, _LENGTH)
+    sizes = _LENGTH, _LENGTH, _LENGTH
+    functions.dnnl_sgemm.argtypes = (
+        order,
+        order,
+        *sizes,
+        factor,
+        *matrix,
+        *matrix,
+        factor,
+        *matrix,
+    )
     return Library(functions, version, unit, known.cpu_runtime == _OPENMP)
 
 
 def installed() -> Library | None:
     """Return the library if it makes bfloat16 fast here, else None."""
-    return find().library
+    library = find().library
+    return library if library is not None and library.unit else None
+
+
+@cache
+def for_float32() -> Library | None:
+    """Return the library if its float32 products are taken: on Intel's processors, if installed."""
+    return find().library if is_intel() else None
 
 
 def _installed() -> Iterator[str]:
@@ -344,13 +378,68 @@ _PROCESS = os.getpid()  # which has libgomp's threads: a forked child would wait
 def _session() -> _Session:
     session = _local.session
     if session is None:
-        library = installed()
+        library = find().library
         assert library is not None
         session = _local.session = _Session(library)
     return session
 
 
 # ---- products
+
+
+def takes(a: Array, b: Array, out: Array | None) -> bool:
+    """True for float32 matrices, row- or column-major, that `multiply_exactly` multiplies faster.
+
+    Smaller products, and stacks of matrices, are NumPy's. `out` must be row-major.
+    """
+    multiplications = a.size * b.shape[-1]
+    if multiplications < LEAST or a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        return False
+    left, right = Matrices.of(a).form, Matrices.of(b).form
+    if left is None or right is None or not a.dtype == b.dtype == FLOAT32:
+        return False
+    if left[0] and multiplications > MOST_TURNED:
+        return False
+    if out is None:
+        return True
+    form = Matrices.of(out).form
+    fits = out.shape == (a.shape[0], b.shape[1]) and out.dtype == FLOAT32
+    return fits and form is not None and not form[0]
+
+
+def multiply_exactly(a: Array, b: Array, out: Array, add: bool) -> None:
+    """Write a @ b to `out`, or add it, all in float32; for arguments that `takes` accepts.
+
+    Raises:
+        DeviceError: when the library fails.
+    """
+    session = _session()
+    session.threads()
+    (left, a_row), (right, b_row), (_, out_row) = (_lines(x) for x in (a, b, out))
+    (n, k), m = a.shape, b.shape[1]
+    status = session.functions.dnnl_sgemm(
+        left,
+        right,
+        n,
+        m,
+        k,
+        1.0,
+        a.ctypes.data,
+        a_row,
+        b.ctypes.data,
+        b_row,
+        float(add),
+        out.ctypes.data,
+        out_row,
+    )
+    check(status, f"the product of shapes {a.shape} and {b.shape}")
+
+
+def _lines(x: Array) -> tuple[bytes, int]:
+    """Return BLAS's letter for a matrix's order, and the elements from one line to the next."""
+    form = Matrices.of(x).form
+    assert form is not None
+    return (b"T" if form[0] else b"N"), form[1]
 
 
 def multiply(a: Array, b: Array, out: Array, add: bool) -> None:

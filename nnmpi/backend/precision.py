@@ -78,7 +78,7 @@ def rounds_products(x: Any) -> bool:
 def describe_products() -> str:
     """Return what multiplies in bf16 on the host, as text."""
     library, reason = onednn.find()
-    if library is not None:
+    if not reason:
         return str(library)
     return f"products of rounded operands by NumPy, slower than float32: oneDNN {reason}"
 

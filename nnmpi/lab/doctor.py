@@ -343,7 +343,7 @@ def inspect_machine(group: Group) -> list[Facts]:
 def describe_bfloat16() -> str:
     """Return what multiplies bfloat16 here, and how fast; or what is missing."""
     library, reason = onednn.find()
-    if library is None:
+    if reason:
         flags = read_cpu("flags").split()
         units = [name for name in onednn.UNITS if name in flags]
         has = f"the processor has {units[0]}, but " if units else ""

@@ -191,12 +191,19 @@ def training(
         >>> bool(abs(y.numpy().mean(axis=0)).max() < 1e-6)
         True
     """
-    settings = partial(Mode._replace, training=True, seed=seed, step=step, first_row=first_row)
-    return within(
-        lambda mode: settings(
-            mode, recomputing=recomputing, weight=weight, dropped=None if recomputing else set()
+
+    def changed(mode: Mode) -> Mode:
+        return mode._replace(
+            training=True,
+            seed=seed,
+            step=step,
+            first_row=first_row,
+            recomputing=recomputing,
+            weight=weight,
+            dropped=None if recomputing else set(),
         )
-    )
+
+    return within(changed)
 
 
 def evaluation() -> AbstractContextManager[None]:

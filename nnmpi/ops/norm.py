@@ -202,6 +202,12 @@ def _average(all_reduce: AllReduce, sums: Array, seen: Array) -> None:
     sums[...] = all_reduce(sums.astype(np.float64)) / namespace(sums).maximum(seen, 1)
 
 
+def _batch_normalization(function: Norm, y: Any, x: Any, *others: Any) -> Any:
+    """Return the node of ONNX's operator, whose channels come first."""
+    add = x.add if y.ndim == 2 else x.images
+    return add("BatchNormalization", *others, epsilon=function.settings[0])
+
+
 class FixedNormFunction(BatchNormFunction, Elementwise):
     """Normalization with given means and variances, which are constant; for `fixed_norm`.
 
@@ -211,9 +217,7 @@ class FixedNormFunction(BatchNormFunction, Elementwise):
     __slots__ = ()
 
     traits = Traits(
-        onnx=lambda f, y, x, *more: (x.add if y.ndim == 2 else x.images)(
-            "BatchNormalization", *more, epsilon=f.settings[0]
-        ),
+        onnx=_batch_normalization,
         channels=Channels.NORMALIZED,
         tested_in="tests/ops/rows.py",
     )

@@ -160,20 +160,25 @@ class AvgPool2dFunction(Pool2dFunction):
         return (kernels.avg_pool_grad(grad, shape, over, 1 / prod(over.kernel)),)
 
 
+def _resize(function: Any, y: Any, x: Any) -> Any:
+    """Return the node of ONNX's operator that copies each pixel."""
+    return x.images(
+        "Resize",
+        None,
+        np.array([1, 1, *function.over.kernel], np.float32),
+        mode="nearest",
+        coordinate_transformation_mode="asymmetric",
+        nearest_mode="floor",
+    )
+
+
 class Upsample2dFunction(Pool2dFunction):
     """Each pixel as a window of copies."""
 
     __slots__ = ()
 
     traits = Traits(
-        onnx=lambda f, y, x: x.images(
-            "Resize",
-            None,
-            np.array([1, 1, *f.over.kernel], np.float32),
-            mode="nearest",
-            coordinate_transformation_mode="asymmetric",
-            nearest_mode="floor",
-        ),
+        onnx=_resize,
         channels=Channels.FIRST,
         samples=(Sample("upsample", lambda x: upsample(x, (2, 3)), ((2, 3, 2, 2),)),),
     )

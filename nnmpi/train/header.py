@@ -4,7 +4,8 @@ import platform
 
 import threadpoolctl
 
-from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
+from nnmpi.backend import onednn
+from nnmpi.backend.blas import blas_pool, name_blas
 from nnmpi.backend.cuda import cudnn
 from nnmpi.backend.precision import describe_products
 from nnmpi.base.custom import name_of
@@ -128,8 +129,8 @@ def _samples(samples: Samples, signature: ModelSignature) -> str:
 
 def blas() -> str:
     """Return NumPy's BLAS: name, version, processor and threads."""
-    pool, mkl = blas_pool(threadpoolctl.threadpool_info()), installed_mkl()
-    large = "" if mkl is None else f", mkl {mkl.version} for large products"
+    pool, other = blas_pool(threadpoolctl.threadpool_info()), onednn.for_float32()
+    large = "" if other is None else f", oneDNN {other.version} for large products"
     return f"{name_blas(pool)}{large}, {counted(pool.get('num_threads', 1), 'thread')} per rank"
 
 

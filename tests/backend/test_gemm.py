@@ -216,7 +216,7 @@ def test_strips_give_the_product(intel, shape, columns, on_intel, elsewhere, mon
     monkeypatch.setattr(GEMM, "has_small_products", lambda: True)
     monkeypatch.setattr(GEMM, "_strip_width", GEMM._strip_width.__wrapped__)
     monkeypatch.setattr(GEMM, "is_intel", lambda: intel)
-    monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
+    monkeypatch.setattr("nnmpi.backend.onednn.for_float32", lambda: None)
     calls = []
     by_strips = GEMM._by_strips
     monkeypatch.setattr(GEMM, "_by_strips", lambda *args: (calls.append(1), by_strips(*args))[1])

@@ -1,16 +1,18 @@
 """Products and convolutions by oneDNN, where it makes bfloat16 fast: as NumPy computes them from
-rounded operands.
+rounded operands; and products in float32.
 """
 
 import os
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnmpi import nn, simulate, use_precision
+import nnmpi
+from nnmpi import Tensor, nn, ops, optim, simulate, use_precision
 from nnmpi.backend import gemm, onednn
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.precision import describe_products, round_to_bfloat16
@@ -18,9 +20,11 @@ from nnmpi.base.errors import DeviceError
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.rounded import ByOnednn, Rounded
+from tests.backend.test_gemm import cases, check
 
 pytestmark = pytest.mark.host_only("the processor's products")
 HERE = pytest.mark.skipif(onednn.installed() is None, reason=f"oneDNN {onednn.find().reason}")
+LOADED = pytest.mark.skipif(onednn.find().library is None, reason=f"oneDNN {onednn.find().reason}")
 NEAR = 1e-5  # of sums of a few hundred products in float32, relative to the largest
 
 
@@ -221,7 +225,9 @@ def test_other_versions_and_processors(searched, monkeypatch):
     assert "is not 3.2" in onednn._library(library.functions, known)
     monkeypatch.undo()
     monkeypatch.setattr(onednn, "UNITS", {})
-    assert "no instructions for bfloat16" in onednn._library(library.functions, known)
+    assert onednn._library(library.functions, known).unit == ""
+    searched.cache_clear()
+    assert "no instructions for bfloat16" in searched().reason and onednn.installed() is None
 
 
 @HERE
@@ -234,3 +240,102 @@ def test_layers_multiply_by_it(monkeypatch):
         x = layer(draw(64, 128)).sum()
         x.backward()
     assert len(calls) == 2  # the input needs no gradient
+
+
+# ---- float32
+
+
+@contextmanager
+def every_float32_product():
+    """Let oneDNN have float32 products of any size, on any processor; yield a list of them."""
+    calls, multiply = [], onednn.multiply_exactly
+
+    def counted(a, b, out, add):
+        calls.append(out.shape)
+        multiply(a, b, out, add)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onednn, "for_float32", lambda: onednn.find().library)
+        patch.setattr(onednn, "LEAST", 1)
+        patch.setattr(onednn, "multiply_exactly", counted)
+        yield calls
+
+
+@LOADED
+@settings(max_examples=300, deadline=None)
+@given(case=cases([("float32", "float32"), ("float64", "float64")]))
+def test_any_float32_product(case):
+    """Exactly what NumPy gives, of any shapes (0 among them) and strides, written or added."""
+    with every_float32_product():
+        check(np, case)
+
+
+@LOADED
+@pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
+def test_float32_products_are_its(turned):
+    """Without them the test above could pass by NumPy alone."""
+    a, b = (
+        placed(x.astype(np.float32), "columns" if i in turned else "rows")
+        for i, x in enumerate((np.eye(3, 4), np.arange(20.0).reshape(4, 5)))
+    )
+    out = np.ones((3, 5), np.float32)
+    with every_float32_product() as products:
+        gemm.gemm(a, b, out, add=True)
+    assert products == [(3, 5)]
+    np.testing.assert_array_equal(out, 1 + a @ b)
+
+
+def test_which_float32_products_stay_with_numpy():
+    """Small ones, other dtypes, stacks, what lies neither in rows nor in columns, a result in
+    columns, large ones of a transposed first matrix, and what is no product.
+    """
+    large, small = np.ones((256, 256), np.float32), np.ones((64, 64), np.float32)
+    assert onednn.takes(large, large, None) and onednn.takes(large.T, large, large)
+    apart, wide = np.ones((512, 512), np.float32)[::2, ::2], np.ones((256, 4096), np.float32)
+    assert onednn.takes(wide, wide.T, None)
+    for a, b, out in [
+        (small, small, None),
+        (large.astype(int), large.astype(int), None),
+        (large.astype(float), large.astype(float), None),
+        (large, large.astype(float), None),
+        (large[None], large[None], None),
+        (apart, large, None),
+        (large, large, large.T),
+        (large, large, small),
+        (large, large, large.astype(float)),
+        (wide.T, wide, None),
+        (large, small, None),
+    ]:
+        assert not onednn.takes(a, b, out)
+
+
+@LOADED
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_step_in_float32(compiled):
+    """Attention, products of tensors and linear layers, compiled and not: NumPy's losses but for
+    rounding.
+    """
+
+    def losses():
+        model = nn.Sequential(nn.TransformerBlock(8, 2, 16), nn.Linear(8, 3)).initialize(seed=0)
+        optimizer = optim.SGD(model.storage, lr=0.1)
+        x = draw(2, 5, 8)
+
+        def step(values):
+            model.zero_grad()
+            with nn.training():
+                y = model(values)
+                loss = ops.mse(y @ y.transpose(0, 2, 1), np.ones((2, 5, 5), np.float32))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = nnmpi.compile(step) if compiled else step
+        return [run(Tensor(x)).item() for _ in range(3)]
+
+    with every_float32_product() as products:
+        found = losses()
+    assert products
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onednn, "for_float32", lambda: None)
+        np.testing.assert_allclose(found, losses(), rtol=1e-5)

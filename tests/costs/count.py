@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import nnmpi
-from nnmpi.backend import gemm
+from nnmpi.backend import gemm, onednn
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.recording import Recorder
 
@@ -136,7 +136,7 @@ def cost_of(way):
         stack.enter_context(nnmpi.jit(False))
         stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         stack.enter_context(patch.object(gemm, "has_small_products", lambda: False))
-        stack.enter_context(patch.object(gemm, "installed_mkl", lambda: None))
+        stack.enter_context(patch.object(onednn, "for_float32", lambda: None))
         stack.enter_context(patch.object(Recorder, "running", counted))
         stack.enter_context(chdir(stack.enter_context(TemporaryDirectory())))
         stack.callback(tracemalloc.stop)

@@ -135,9 +135,12 @@ class NumbaKernels(PrintedKernels):
         rows = [x.reshape(1, -1) for x in arrays]
         reads = [x for i, x in enumerate(rows) if i not in loop.written]
         writes = [rows[i] for i in loop.written]
-        return lambda numbers, guard: call(
-            loop.kernel, (*reads, *[x for x in numbers if type(x) is not bool]), writes
-        )
+
+        def run(numbers: Sequence[Any], guard: Any) -> None:
+            compiled = [x for x in numbers if type(x) is not bool]  # bools chose the kernel
+            call(loop.kernel, (*reads, *compiled), writes)
+
+        return run
 
     # ---- dense layers
 

@@ -264,12 +264,28 @@ def _experts(f: Experts, y: Array, x: Any, *others: Any) -> Any:
     return (results * factors).add("ReduceSum", [1], keepdims=0)
 
 
+def _attention(function: Any, y: Any, q: Any, k: Any, v: Any) -> Any:
+    return _attend(function, y, q, k.transpose(0, 1, 3, 2), v, q.like.shape[3])
+
+
+def _largest(function: Any, y: Any, x: Any) -> Any:
+    operator = "ReduceMax" if function.largest else "ReduceMin"
+    return _reduced(operator, x, function.axes, function.keepdims)
+
+
+def _sum(function: Any, y: Any, x: Any) -> Any:
+    operator = "ReduceMean" if function.averages else "ReduceSum"
+    return _reduced(operator, x, function.axes, function.keepdims)
+
+
+def _max_pool(function: Any, y: Any, x: Any) -> Any:
+    return x.images("MaxPool", **_windows(function.over))
+
+
 # The operations whose traits say `WRITTEN`.
 WRITERS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
     {
-        Attention: lambda f, y, q, k, v: _attend(
-            f, y, q, k.transpose(0, 1, 3, 2), v, q.like.shape[3]
-        ),
+        Attention: _attention,
         AvgPool2dFunction: _avg_pool,
         Concatenate: _concatenate,
         Conv2dFunction: _conv,
@@ -279,18 +295,14 @@ WRITERS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
         GetItem: _get_item,
         GroupNormFunction: _group_norm,
         LSTMFunction: _recurrent,
-        Largest: lambda f, y, x: _reduced(
-            "ReduceMax" if f.largest else "ReduceMin", x, f.axes, f.keepdims
-        ),
+        Largest: _largest,
         LayerNormFunction: _layer_norm,
         LinearFunction: _linear,
-        MaxPool2dFunction: lambda f, y, x: x.images("MaxPool", **_windows(f.over)),
+        MaxPool2dFunction: _max_pool,
         PackedAttention: _packed_attention,
         RNNFunction: _recurrent,
         Reshape: _reshape,
-        Sum: lambda f, y, x: _reduced(
-            "ReduceMean" if f.averages else "ReduceSum", x, f.axes, f.keepdims
-        ),
+        Sum: _sum,
         TransposedLinearFunction: _linear,
         Variance: _variance,
         View: _view,
