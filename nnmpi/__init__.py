@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from nnmpi.teaching import exercise
     from nnmpi.tensor import Tensor, no_grad
     from nnmpi.train.checkpoint import resume, save
+    from nnmpi.train.fit import fit
     from nnmpi.train.run import load
 
 __version__ = VERSION
@@ -90,6 +91,7 @@ __all__ = [
     "compile",
     "data",
     "exercise",
+    "fit",
     "jit",
     "load",
     "memory",
@@ -124,6 +126,7 @@ _WHEN_USED = {
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
     "compile": "nnmpi.nn.compiled",
+    "fit": "nnmpi.train.fit",
     "jit": "nnmpi.backend.kernels",
     "load": "nnmpi.train.run",
     "resume": "nnmpi.train.checkpoint",

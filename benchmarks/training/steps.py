@@ -26,7 +26,7 @@ from nnmpi.comm.agreement import on_root  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.data.loader import Loader  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
-from nnmpi.train.loop import begin  # noqa: E402
+from nnmpi.train.session import begin  # noqa: E402
 
 BLOCKS = 5
 CASES = {"iris": ("mlp", 64, (50,)), "digits": ("cnn", 32, ())}  # model, batch, hidden layers

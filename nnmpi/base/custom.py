@@ -63,8 +63,8 @@ def as_custom(name: object) -> Custom | None:
 
 
 def is_custom(name: object) -> bool:
-    """Return whether this is the name of a user's function or class."""
-    return as_custom(name) is not None
+    """Return whether this is a user's function, class or module, or the name of one."""
+    return callable(name) or as_custom(name) is not None
 
 
 def is_foreign(name: object) -> bool:
@@ -76,6 +76,12 @@ def is_foreign(name: object) -> bool:
 def names_in(value: object) -> list[object]:
     """Return the names in an option's value: those of a list, or the value itself."""
     return [*value] if isinstance(value, list | tuple) else [value]
+
+
+def as_option(value: object) -> str:
+    """Return a user's object in the form of its name, for a run's files: "program:Net"."""
+    name = name_of(value)
+    return f"program:{name if name.isidentifier() else 'function'}"
 
 
 def short_name(name: str) -> str:

@@ -151,8 +151,10 @@ def taking(option: str) -> tuple[str, ...]:
     return tuple(name for name, row in OPTIMIZERS.items() if option in row.options)
 
 
-def is_elementwise(name: str) -> bool:
+def is_elementwise(name: Any) -> bool:
     """Return whether an optimizer updates each element by itself; a user's class by name: true."""
+    if not isinstance(name, str):
+        return bool(getattr(name, "elementwise", True))
     return name not in OPTIMIZERS or OPTIMIZERS[name].kind.elementwise
 
 

@@ -19,7 +19,7 @@ from nnmpi.base.command import flag_of, require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.wings import offered
-from nnmpi.comm.agreement import agreed
+from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.layout import GradientExchange, Layout
@@ -27,7 +27,7 @@ from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocab
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.data.loader import Batch
+from nnmpi.data.loader import Batch, checksum
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
@@ -73,8 +73,13 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         UsageError: when the model does not take such samples, or a user's model cannot be built.
     """
     if is_custom(config.model):
-        model = call_custom(
-            config.model, "--model", "(sample_shape, classes)", sample_shape, classes
+        given = isinstance(config.model, Module)  # by a program: `nnmpi.fit`
+        model = (
+            config.model
+            if given
+            else call_custom(
+                config.model, "--model", "(sample_shape, classes)", sample_shape, classes
+            )
         )
         if not isinstance(model, Module):
             raise UsageError(
@@ -292,7 +297,15 @@ def build_trainer(
     """
     options, sync = config.optimization, config.sync
     where = None
+    has_values = "storage" in vars(model)  # as one of a program may have
+    values = model.state() if has_values else {}
     if layout is not None and not sync.asynchronous:
+        mesh = find_mesh(group, layout)
+        if has_values and (mesh.pp > 1 or mesh.tp > 1 or layout.expert_parallel):
+            raise UsageError(
+                f"the model has its values already, and {mesh} gives each rank a part of a model"
+                " without: leave initialize() out, and for another training build the model again"
+            )
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
         with use_precision(config.numerics.precision), explain_errors(backend, TOO_LARGE):
@@ -301,9 +314,11 @@ def build_trainer(
         model = where.model
     with agreed(group), explain_errors(backend, TOO_LARGE):
         storage = FlatStorage if where is None else where.storage
-        model.initialize(
-            seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage
-        )
+        keeps_values = has_values and (where is None or where.is_plain)
+        if not keeps_values:
+            model.initialize(
+                seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage
+            )
         if config.model.pretrained is not None:
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
@@ -333,7 +348,7 @@ def build_trainer(
         exchange = build_exchange(config.parallel)
     if verified:  # the fused update leaves no gradients
         exchange = replace(exchange, fused_update=False, check=True)
-    return Worker(
+    worker = Worker(
         model,
         optimizer,
         group,
@@ -342,6 +357,11 @@ def build_trainer(
         synchronous_sends=verified,
         **common,
     )
+    if has_values and not keeps_values:
+        differ = "the ranks' models have different values"
+        require_equal(group, [checksum(*values.values())], differ, "give all ranks the same model")
+        worker.state()[0].scatter(values.__getitem__)
+    return worker
 
 
 def weigh(weights: Sequence[float] | str, train: Samples) -> Array:

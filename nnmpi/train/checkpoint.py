@@ -146,6 +146,8 @@ class RunState:
         elapsed_s: seconds of training, evaluation and saving, over all starts of the run.
         samples: rows of the training set, on which `batch` depends.
         data: a hash of the data, see `Inputs.identity`.
+        rate_scale: factor on the schedule's learning rate, of plateaus and callbacks.
+        rate_step: the step of the last plateau; 0 for none.
     """
 
     step: int = 0
@@ -158,6 +160,8 @@ class RunState:
     elapsed_s: float = 0.0
     samples: int = 0
     data: str = ""
+    rate_scale: float = 1.0
+    rate_step: int = 0
 
     def add(self, totals: Totals) -> None:
         """Count steps with these sums."""
@@ -191,6 +195,7 @@ class RunState:
         Raises:
             KeyError, TypeError, AttributeError: for a missing value, or one of another type.
         """
+        values = {"rate_scale": 1.0, "rate_step": 0, **values}  # earlier versions had none
         return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
 
 
@@ -384,6 +389,44 @@ class Saver(AbstractContextManager["Saver"]):
         if work is not None:
             self.last_s = work.result()
             self.spent_s += self.last_s
+
+
+class MemorySaver(AbstractContextManager["MemorySaver"]):
+    """Keep the best evaluation's weights in rank 0's memory, for a run without a folder.
+
+    Attributes:
+        best: parameters and buffers of the full model by name; on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.best: dict[str, Array] = {}
+
+    def save(
+        self,
+        trainer: Trainer,
+        step: int,
+        values: Mapping[str, Any],
+        metadata: Mapping[str, str] | None = None,
+        best_step: int = 0,
+    ) -> None:
+        """Keep the weights, or their average, if this step is the best; see `Saver`. Collective."""
+
+        def keep(name: str, array: Array) -> None:
+            self.best[name] = array.copy()
+
+        if step == best_step:
+            with trainer.averaged():
+                trainer.state()[0].gather(keep)
+
+    def wait(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def is_affordable(self, limit_s: float) -> bool:
+        """Return False: there are no checkpoints."""
+        return False
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Keep the weights."""
 
 
 def find(

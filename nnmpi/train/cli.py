@@ -39,8 +39,14 @@ from nnmpi.train.config import (
     plain,
     read_on_root,
 )
-from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
-from nnmpi.train.loop import begin
+from nnmpi.train.folder import (
+    check_trust,
+    default_folder,
+    find_model,
+    read_run,
+    refuse_of_program,
+)
+from nnmpi.train.session import begin
 
 PROGRAM = "nnmpi train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train, or nnmpi train --ranks 4.
@@ -72,7 +78,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         HelpAsked: on all ranks, for -h or --help.
         NnmpiError: on all ranks; UsageError for wrong options, data that do not fit the model, or a
-            folder with another run. See `loop.begin` and `Loop.run`.
+            folder with another run. See `session.begin` and `Loop.run`.
     """
     made = list[Path]()
     try:
@@ -128,12 +134,13 @@ def parse(words: Sequence[str]) -> Config:
         read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     )
     if resumed:
+        refuse_of_program(given["resume"], resumed)
         check_trust(given["resume"], resumed, given, given.get("trust"))
     # a new --sync drops the options that belong to the run's old one
     outdated = NEEDS.keys() if "sync" in given else ()
     saved = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(saved | given)
-    _refuse_changes(config, resumed)
+    refuse_changes(config, resumed)
     return config
 
 
@@ -191,7 +198,7 @@ def read_file(file: Path) -> dict[str, Any]:
     return check(flat, str(file))
 
 
-def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
+def refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     """Refuse options that a resumed run cannot change; a data set's file may have moved."""
     given = flatten(config)
     for name in FIXED.split():

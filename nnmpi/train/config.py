@@ -29,7 +29,7 @@ from nnmpi.base.command import (
     require,
     suggest,
 )
-from nnmpi.base.custom import Custom, is_custom
+from nnmpi.base.custom import Custom, as_option, is_custom, name_of
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Every
 from nnmpi.comm.agreement import on_root
@@ -49,6 +49,7 @@ from nnmpi.optim.updates import OptimizerName, count_state, is_elementwise, taki
 T = TypeVar("T")
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
+FIT = "nnmpi.fit"  # the data set of a run whose model and data a program has given
 MetricNames: TypeAlias = tuple[Annotated[str, (*METRICS, "FILE.py:NAME")], ...]
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
@@ -397,6 +398,8 @@ class OptimizationConfig:
     @property
     def drops(self) -> tuple[float, float] | None:
         """Epochs between drops and the factor, of --lr-schedule step:EPOCHS,FACTOR; else None."""
+        if callable(self.lr_schedule):
+            return None
         name, _, values = self.lr_schedule.partition(":")
         if name != "step":
             require(
@@ -570,8 +573,8 @@ class Config:
         )
         require(
             not self.sync.has_server or is_elementwise(self.optimization.optimizer),
-            f"--optimizer {self.optimization.optimizer} updates whole matrices, but the server of"
-            f" --sync {self.sync.sync} flat arrays; leave one of them out",
+            f"--optimizer {name_of(self.optimization.optimizer)} updates whole matrices, but the"
+            f" server of --sync {self.sync.sync} flat arrays; leave one of them out",
         )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision
@@ -649,14 +652,12 @@ def to_json(section: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return an option's value as a JSON value."""
-    return (
-        str(value)
-        if isinstance(value, Path)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-    )
+    """Return an option's value as a JSON value; of a program's object, its name."""
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value if value is None or isinstance(value, str | int | float) else as_option(value)
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:

@@ -58,15 +58,19 @@ def build_layout(config: Config) -> Layout:
     pipeline = load_custom(config.parallel.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     layout = copy(having(config.parallel, {"pipeline": pipeline}))
     # what follows from other options is none, and needs no check
-    vars(layout).update(
-        state_arrays=config.state_arrays,
-        sp_attention=attention_of(config.model, layout),
-    )
+    vars(layout).update(sp_attention=attention_of(config.model, layout))
+    if isinstance(config.optimization.optimizer, str):
+        vars(layout).update(state_arrays=config.state_arrays)
     return layout
 
 
 def attention_of(model: ModelConfig, layout: Layout) -> Literal["ring", "ulysses"]:
-    """Return how sequences attend: ring, if they have more ranks than a gpt heads, or Ulysses."""
+    """Return how sequences attend: ring, if they have more ranks than a gpt heads, or Ulysses.
+
+    A program that gives its model chooses by itself.
+    """
+    if not isinstance(model.model, str):
+        return layout.sp_attention
     ranks = layout.sp * layout.shape[2]
     return RING if layout.sp > 1 and model.model == "gpt" and heads_of(model) < ranks else ULYSSES
 

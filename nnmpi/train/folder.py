@@ -54,7 +54,7 @@ from nnmpi.base.files import (
 )
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.train.config import Config, all_options, check
+from nnmpi.train.config import FIT, Config, all_options, check
 from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
@@ -445,6 +445,20 @@ def check_trust(
         raise UsageError(
             f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust"
             " whoever made the run, give --trust, or nnmpi.load(run, trust=True)"
+        )
+
+
+def refuse_of_program(folder: Path, options: Mapping[str, Any]) -> None:
+    """Refuse a run of `nnmpi.fit`, whose model only its program has.
+
+    Raises:
+        UsageError: with what to do.
+    """
+    if options.get("dataset") == FIT:
+        raise UsageError(
+            f"{folder} is a run of nnmpi.fit, whose model and data a program has given; call"
+            f" nnmpi.fit(..., checkpoint={str(folder)!r}) there again: it goes on, or if the run is"
+            " finished, returns the result"
         )
 
 

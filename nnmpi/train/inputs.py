@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -118,6 +118,22 @@ def load_samples(
     return train, test
 
 
+def given_samples(
+    config: Config, group: Group, train: Samples, test: Samples
+) -> tuple[Samples, Samples]:
+    """Return the data sets of a program with labels for the loss. Collective.
+
+    Raises:
+        UsageError, DataError, CommError: see `load_samples`.
+    """
+    with agreed(group):
+        if isinstance(train, Dataset) and isinstance(test, Dataset):
+            train, test = check_pair(train, test)
+        train, test = (match_loss(config.optimization.loss, item) for item in (train, test))
+    check_same_start(config, group, train, test, "what nnmpi.fit has been given")
+    return train, test
+
+
 def load_inputs(
     config: Config,
     group: Group,
@@ -137,8 +153,13 @@ def load_inputs(
     Raises:
         UsageError, DataError, CommError: see `load_samples`.
     """
-    data, run, once = config.data, config.run, group.comm.world.once
+    data, run = config.data, config.run
     train, test = samples or load_samples(config, group, say)
+
+    def once(what: str, make: Callable[[], Any]) -> Any:
+        """Make what ranks of one process share: of these options, and of these data."""
+        return group.comm.world.once((what, repr(config), train.identity, test.identity), make)
+
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(
@@ -150,18 +171,17 @@ def load_inputs(
         parts = count_microbatches(config, mesh.pp, batch_size)
         normalize: Normalize | None = None
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
-            normalize = once(("normalize", repr(config)), partial(Normalize.fit, train))
+            normalize = once("normalize", partial(Normalize.fit, train))
         after: list[Transform] = [] if normalize is None else [normalize]
         scales = data.normalize and config.optimization.loss in NORMALIZED
         signature = ModelSignature.of(train, normalize, scales)
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
-            dataset = once(("learn", training, repr(config)), partial(signature.to_learn, dataset))
+            part = "training" if training else "test"
+            dataset = once(f"learn {part}", partial(signature.to_learn, dataset))
             if is_small(dataset, run.dtype) and transforms == after:
-                dataset = once(
-                    ("input", training, repr(config)), partial(as_input, dataset, normalize)
-                )
+                dataset = once(f"input {part}", partial(as_input, dataset, normalize))
                 transforms = []
             return Loader(
                 dataset,
@@ -277,7 +297,8 @@ def check_same_start(
         return
     with agreed(group):
         local = group.comm.world.once(
-            ("start", repr(config)), partial(_describe_start, config, train, test)
+            ("start", repr(config), train.identity, test.identity),
+            partial(_describe_start, config, train, test),
         )
     sizes = f"{where} is not the same on all ranks"
     problems = "the ranks have different versions", "the program's files differ", sizes, sizes

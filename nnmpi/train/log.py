@@ -175,6 +175,11 @@ class Reporter:
         result = describe_result(totals, self._metrics_of(totals), self._tokens)
         return ", ".join(f"{prefix}{item}" for item in result)
 
+    def values(self, totals: Totals, prefix: str = "") -> dict[str, float]:
+        """Return loss and measures by name, with a prefix."""
+        values = {"loss": totals.loss, **self._metrics_of(totals)}
+        return {f"{prefix}{name}": value for name, value in values.items()}
+
     def _metrics_of(self, totals: Totals) -> dict[str, float]:
         """Return an evaluation's metrics; of steps, accuracy, or RMSE and R2, by their score."""
         if isinstance(totals, Evaluation):

@@ -1,4 +1,4 @@
-"""The training loop: epochs, evaluations, checkpoints, and stopping on a signal.
+"""The training loop of `nnmpi train` and `nnmpi.fit`: epochs, evaluations, checkpoints, signals.
 
 The loop cuts training into segments, which end at steps with an evaluation, a checkpoint or the end
 of an epoch. The trainer trains a segment without returning to the loop: asynchronous workers meet
@@ -8,75 +8,40 @@ only at its end. With 235 batches in an epoch and --save-every 100steps:
             |   segment     |    segment     |  segment  |
                         checkpoint       checkpoint   evaluation, checkpoint
 
-At the end of a segment come metrics, evaluation, checkpoint, stop. In this order a checkpoint
-includes all records up to its step.
+At the end of a segment come metrics, evaluation, callbacks, checkpoint, stop. In this order a
+checkpoint includes all records up to its step, and a rate that a callback has changed.
 
-`begin` surrounds the loop: it locks the folder, restores a checkpoint and prints the header, and at
-the end writes finished.json and the summary.
+`session.begin` surrounds the loop: it locks the folder, restores a checkpoint and prints the
+header, and at the end writes finished.json and the summary.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from math import isfinite, isnan, nan
-from shlex import quote
 from types import FrameType
-from typing import Any, ClassVar, Self
-
-import numpy as np
+from typing import ClassVar, Self, TypeAlias
 
 import nnmpi.base.clock as clock
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
-from nnmpi.base.command import Console, as_words
-from nnmpi.base.custom import Custom, load_custom
-from nnmpi.base.errors import (
-    CheckpointError,
-    NnmpiError,
-    ShapeError,
-    UsageError,
-    counted,
-    raised_as,
-    shortened,
-)
-from nnmpi.base.files import cache_folder, locked, read_json, write_json
-from nnmpi.base.units import format_duration
-from nnmpi.base.wings import offered
-from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
-from nnmpi.comm.group import Group
-from nnmpi.comm.world import WARNING_S
+from nnmpi.base.command import as_words
+from nnmpi.base.custom import fault, name_of
+from nnmpi.base.errors import NnmpiError, UsageError, asks_to_stop
+from nnmpi.comm.agreement import CollectivePhase, agreed
 from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import PARTS, StepReport, Totals
-from nnmpi.compose.trainer import Progress
+from nnmpi.compose.trainer import Progress, Trainer
 from nnmpi.data.loader import Batch
-from nnmpi.models.pretrained import save_pretrained
-from nnmpi.train.checkpoint import (
-    MODEL_FILE,
-    STATE_FILE,
-    Checkpoint,
-    RunState,
-    Saver,
-    candidates,
-    find,
-    restore,
-    state_values,
-    step_of,
-    steps,
-)
-from nnmpi.train.computing import check_backend, explain_errors, make_backend
-from nnmpi.train.config import Config, flatten
-from nnmpi.train.derived import dropout_of, heads_of
-from nnmpi.train.folder import RunFolder, code_of, resume_words
-from nnmpi.train.header import header
-from nnmpi.train.log import Reporter, describe_result
-from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.run import TrainingRun, set_up
+from nnmpi.train.checkpoint import MemorySaver, RunState, Saver, state_values
+from nnmpi.train.config import FIT, flatten
+from nnmpi.train.folder import code_of, resume_words
+from nnmpi.train.log import Reporter
+from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.run import TrainingRun
 from nnmpi.train.trace import Tracer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -109,8 +74,9 @@ class StopSignals(ExitStack):
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self.enter_context(handling(self._note, signal.SIGCONT))
+            # a callback of one loop may run another
+            self.callback(setattr, StopSignals, "_main", StopSignals._main)
             StopSignals._main = self
-            self.callback(setattr, StopSignals, "_main", None)
         else:
             self._recorder = StopSignals._main or self
         return self
@@ -157,33 +123,101 @@ class Stopped(NnmpiError):
         self.exit_status = 128 + number
 
 
+class Moment:
+    """What a callback sees, on each rank, after an epoch or an evaluation.
+
+    A callback may read and test the model, and set `lr`: from the next step on the schedule goes on
+    from this rate, in proportion. All ranks must set the same. It returns "stop", or raises
+    `nnmpi.StopTraining`, to end the training after this step.
+
+    Attributes:
+        step: updates done.
+        lr: the learning rate of the last update; set it to change the next ones.
+        model: this rank's part; all of it without pipeline and tensor parallelism.
+        trainer: evaluates it: `moment.trainer.evaluate(loader)`, on all ranks.
+        history: {name: values until now}, of this row in the last place.
+    """
+
+    def __init__(self, step: int, lr: float, trainer: Trainer, history: History) -> None:
+        self.step, self.lr = step, lr
+        self.model, self.trainer, self.history = trainer.model, trainer, history.columns()
+
+
+Callback: TypeAlias = Callable[[Moment], object]
+
+
+class History:
+    """Rows of a run's results: one for each epoch's end, each evaluation, and the run's end.
+
+    Args:
+        rows: of earlier starts of the run.
+        show: called with the rows after each change, such as a table that is written again.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Mapping[str, float | None]] = (),
+        show: Callable[[Sequence[Mapping[str, float | None]]], object] = len,
+    ) -> None:
+        self.rows = [dict(row) for row in rows]
+        self._show = show
+
+    def add(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Add a row, or more values to that of this step; what is not finite becomes None."""
+        if not self.rows or self.rows[-1]["step"] != step:
+            self.rows.append({"step": step, "epoch": epoch})
+        self.rows[-1] |= {
+            name: float(value) if isfinite(value) else None for name, value in values.items()
+        }
+        self._show(self.rows)
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """Return the values of each name, None in the rows that have none."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return {name: [row.get(name) for row in self.rows] for name in names}
+
+
 class Loop:
     """Train a run from a state to the end.
 
     Args:
-        run: to train.
+        run: to train, `training_run`.
         state: to begin with.
         reporter: prints and records.
         recorder: of the metrics, which are synced to disk before a checkpoint.
+        history: of the run until now, see `History`.
+        callbacks: called on all ranks after each epoch and evaluation, see `Moment`.
 
     Attributes:
+        training_run, history: see above.
         state: of the run, at the end of the last segment.
         report: the evaluation of the final weights, after `run`.
         stopped: why the training has ended before its last step; empty if it has not.
     """
 
     def __init__(
-        self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder
+        self,
+        run: TrainingRun,
+        state: RunState,
+        reporter: Reporter,
+        recorder: MetricsRecorder,
+        history: History,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.state = state
         self.reporter = reporter
         self.report = Evaluation()
         self.stopped = ""
-        self._run, self._trainer = run, run.trainer
-        self._recorder = recorder
+        self.training_run = self._run = run
+        self._trainer = run.trainer
+        self._recorder, self.history, self._callbacks = recorder, history, callbacks
         self._signals = StopSignals()
         self._tracer = Tracer(run, reporter.say)
-        self._saver = Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
+        self.saver: Saver | MemorySaver = (
+            Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
+            if run.has_folder
+            else MemorySaver()
+        )
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s  # as if the run had never been interrupted
@@ -202,7 +236,7 @@ class Loop:
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last complete step.
         """
-        with self._signals, self._saver:
+        with self._signals, self.saver:
             try:
                 while not self._finished:
                     self._train_segment()
@@ -226,7 +260,7 @@ class Loop:
                 state.batch,
                 stop,
                 state.step,
-                run.schedule,
+                self.rate,
                 self._note,
                 self._signals.noted,
             )
@@ -243,8 +277,14 @@ class Loop:
         """Evaluate the final weights on the test data, and save them. Collective."""
         run = self._run
         self._tracer.finish()
-        self.reporter.say([*self._trainer.summary(), *self._trainer.memory()])
+        if run.config.data.dataset != FIT or run.config.run.verbose:
+            self.reporter.say([*self._trainer.summary(), *self._trainer.memory()])
         self.report = self._evaluate()
+        self.history.add(
+            self.state.step,
+            run.extent.passes(self.state),
+            self.reporter.values(self.report, "test_"),
+        )
         is_whole_run = self.stopped or self.state.step == run.extent.steps  # else: --stop-after
         if run.config.run.keeps_best and is_whole_run:
             with_best = self._with_best(self.report)
@@ -252,7 +292,7 @@ class Loop:
                 self._saved_step = -1  # save again: the checkpoint says which is the best
             self.state = with_best
         self._save()
-        self._saver.wait()
+        self.saver.wait()
 
     @property
     def _finished(self) -> bool:
@@ -321,7 +361,7 @@ class Loop:
                 more["workers"] = self._trainer.reporters
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
-            lr = self._run.schedule(max(state.step - 1, 0))
+            lr = self.rate(max(state.step - 1, 0))
             self.reporter.steps(state, last.totals.grad_norm, lr, more)
         self.state.window = Totals()
 
@@ -338,6 +378,8 @@ class Loop:
         report = self._evaluate_if_due(ends_epoch)
         if self._run.config.run.callback and self._run.group.share(self._recorder.asks_to_stop):
             self.stopped, number = "as --callback asked", 0
+        if ends_epoch or report or self._finished:
+            self._note_row(report)
         if ends_epoch or self._finished:  # a run may end within an epoch
             self._end_epoch(report)
         elif report:
@@ -371,7 +413,7 @@ class Loop:
         """
         if number and not self._finished:
             self._save()
-            self._saver.wait()
+            self.saver.wait()
             if number != WOKEN:
                 self._tracer.finish()
                 raise Stopped(
@@ -418,6 +460,64 @@ class Loop:
                 text += f", the slowest is rank {slowest}: {most_ms} ms of computing"
         return replace(totals, **means), text
 
+    def rate(self, step: int) -> float:
+        """Return a step's learning rate: the schedule's, as plateaus and callbacks scale it."""
+        return self._run.schedule(step) * self.state.rate_scale
+
+    def _note_row(self, report: Evaluation | None) -> None:
+        """Add the epoch so far to the history, and call the callbacks. Collective."""
+        state = self.state
+        values = self.reporter.values(state.in_epoch)
+        values["learning_rate"] = self.rate(max(state.step - 1, 0))
+        if report is not None:
+            values |= self.reporter.values(report, "test_")
+        self.history.add(state.step, self._run.extent.passes(state), values)
+        if self._callbacks:
+            self._call_callbacks()
+
+    def _call_callbacks(self) -> None:
+        """Call each callback; follow the rate it sets, and stop if one rank's asks to. Collective.
+
+        Raises:
+            UsageError: on all ranks, for rates that differ.
+            NnmpiError: on all ranks, for an exception in a callback, with its line.
+        """
+        group, at = self._run.group, max(self.state.step - 1, 0)
+        for callback in self._callbacks:
+            moment = Moment(self.state.step, self.rate(at), self._trainer, self.history)
+            with agreed(group):
+                try:
+                    asks = asks_to_stop(callback, moment)
+                except (NnmpiError, KeyboardInterrupt):
+                    raise
+                except Exception as error:
+                    raise NnmpiError(fault(callback, ["moment"], error)) from error
+            rates, stops = group.gather_floats([moment.lr, asks]).T.tolist()
+            for rank, rate in enumerate(rates):
+                if rate != rates[0]:
+                    raise UsageError(
+                        f"callback {name_of(callback)} set the learning rate to {rates[0]:g} on"
+                        f" rank 0 and {rate:g} on rank {rank}; set it alike on all ranks"
+                    )
+            if moment.lr != self.rate(at):
+                self._scale_rate(moment, name_of(callback))
+            if any(stops):
+                self.stopped = f"as callback {name_of(callback)} asked"
+
+    def _scale_rate(self, moment: Moment, name: str) -> None:
+        """Let the schedule go on from a rate that a callback has set.
+
+        Raises:
+            UsageError: for a rate that is none, and where the schedule's own is 0.
+        """
+        before = self._run.schedule(max(moment.step - 1, 0))
+        if not (isfinite(moment.lr) and moment.lr >= 0 and before > 0):
+            raise UsageError(
+                f"callback {name} set the learning rate to {moment.lr:g} where the schedule has"
+                f" {before:g}; give a number from 0, while the schedule is above 0"
+            )
+        self.state.rate_scale = moment.lr / before
+
     def _with_best(self, report: Evaluation) -> RunState:
         gain = self._run.config.run.least_gain
         return self.state.after_evaluation(report, self._run.metrics.best_by, gain)
@@ -439,6 +539,8 @@ class Loop:
     def _is_saving_due(self, ends_epoch: bool) -> bool:
         """Return whether a checkpoint is due. Collective."""
         every = self._run.config.run.save_every
+        if not self._run.has_folder:
+            return False
         if every is None:
             return ends_epoch and self._is_saving_affordable()
         is_epoch_due = ends_epoch and is_due(self.state.epoch, every.epochs)
@@ -449,7 +551,7 @@ class Loop:
         group = self._run.group
         limit_s = SAVING * (clock.now() - self._started)
         phase = CollectivePhase(group)
-        answer = phase.attempt(self._saver.is_affordable, limit_s) if group.is_root else False
+        answer = phase.attempt(self.saver.is_affordable, limit_s) if group.is_root else False
         # one message of a number: NaN says that rank 0 could not tell
         (shared,) = group.sum_floats([nan if answer is None else answer])
         if isnan(shared):
@@ -463,9 +565,11 @@ class Loop:
         run, state = self._run, self._on_time()
         values = state_values(run.trainer, state)
         if state.step:
-            values["rate"] = run.schedule(state.step - 1)
+            values["rate"] = self.rate(state.step - 1)
         best_step = state.best_step if run.config.run.keeps_best else 0
-        self._saver.save(run.trainer, state.step, values, run.metadata(), best_step)
+        if run.config.data.dataset == FIT:  # the command's is in its metrics
+            values["history"] = self.history.rows
+        self.saver.save(run.trainer, state.step, values, run.metadata(), best_step)
         self._saved_step = state.step
 
     def _on_time(self) -> RunState:
@@ -473,8 +577,14 @@ class Loop:
         return self.state
 
     def _how_to_resume(self) -> str:
-        """Return the command that goes on, with these ranks and the code that they executed."""
+        """Return how to go on: a command with these ranks and code, or the program's call."""
         run, sync = self._run, self._run.config.sync
+        if run.config.data.dataset == FIT:
+            return (
+                f"call nnmpi.fit(..., checkpoint={str(run.folder.path)!r}) again to continue"
+                if run.has_folder
+                else "nnmpi.fit(..., checkpoint=FOLDER) can be continued"
+            )
         words = resume_words(run.folder.path, 1 if sync.simulate else run.group.size)
         if sync.simulate:
             words += f" {as_words('simulate', sync.simulate)}"
@@ -488,333 +598,3 @@ class Loop:
 def is_due(count: int, every: int) -> bool:
     """Return whether this count is a multiple of `every`; 0 means never."""
     return every > 0 and count % every == 0
-
-
-PATIENCE_S = 5.0  # wait for the folder's lock: a killed job may still hold it for a moment
-
-
-@contextmanager
-def begin(
-    config: Config, group: Group, console: Console, words: Sequence[str] = ()
-) -> Iterator[Loop]:
-    """Yield the training loop of a configuration, in `config.run.out`; end its run. Collective.
-
-        with begin(config, group, console) as loop:
-            loop.run()
-
-    Args:
-        config: of the run, equal on all ranks.
-        group: all ranks of the run.
-        console: prints on rank 0.
-        words: of the command line, for starts.jsonl.
-
-    Raises:
-        UsageError: for a folder in use or not writable, and options that do not fit the data or the
-            number of ranks.
-        DataError: for missing or damaged data.
-        DeviceError: for a missing device, or too little memory.
-        CheckpointError: for checkpoints that are damaged or cannot be written.
-    """
-    assert config.run.out is not None
-    folder, resuming = RunFolder(config.run.out), config.run.resume is not None
-    group.comm.world.watch(WARNING_S, config.run.stall_limit, folder.path)
-    backend = make_backend(config.run.backend, group, config.parallel.memory_limit)
-    with agreed(group):
-        check_backend(config, backend)
-        callback = _load_callback(config.run.callback)
-    # The worker raises an error for a loss that overflows. NumPy would warn before, on each rank.
-    with explain_errors(backend), np.errstate(all="ignore"), ExitStack() as stack:
-
-        def lock() -> None:
-            stack.enter_context(locked(folder.path, PATIENCE_S))
-
-        on_root(group, lock if resuming else folder.check_free)
-        last = find(folder, group) if resuming else None
-        if last is not None and config.run.quiet:
-            last.warn(group)
-        run, foreseen = _set_up(config, group, backend, folder, last, console, stack)
-        facts = header(run)
-        state, notices = _first_state(run, last, resuming)
-        _open_folder(run, state.step, words, facts, None if resuming else lock)
-        with _noting_errors(run):
-            if group.is_root:
-                stack.enter_context(console.copied(folder.console))
-            if foreseen is not None:
-                console.say(*foreseen.lines)
-            console.say(*(f"{name + ':':<12} {text}" for name, text in facts), *notices)
-            with MetricsRecorder(folder if group.is_root else None, callback) as recorder:
-                loop = Loop(run, state, Reporter(run, console, recorder), recorder)
-                yield loop
-        _finish(run, loop, console)
-        if group.is_root:
-            if foreseen is not None:
-                console.say(*foreseen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
-            console.say(f"curves: nnmpi report {quote(str(folder.path))}")
-
-
-def _load_callback(name: Custom | None) -> Callable[..., object] | None:
-    """Return the function of --callback; refuse one that cannot be called with one record.
-
-    Raises:
-        UsageError: naming the right form.
-    """
-    if not name:
-        return None
-    callback: Callable[..., object] = load_custom(name, "--callback", "(record)")
-    try:
-        signature(callback).bind({})
-    except TypeError as error:
-        raise UsageError(f"--callback {name}: {error}; define {name.function}(record)") from None
-    except ValueError:  # a function in C, which tells nothing of its arguments
-        pass
-    return callback
-
-
-def _set_up(
-    config: Config,
-    group: Group,
-    backend: Backend,
-    folder: RunFolder,
-    last: Checkpoint | None,
-    console: Console,
-    stack: ExitStack,
-) -> tuple[TrainingRun, Any]:
-    """Return a run, and what the lab foresees of its layout; None if nothing. Collective.
-
-    `--layout auto` chooses the layout first. Any other gets a price if the machine is known.
-
-    Args: see `set_up`.
-    """
-    if config.parallel.layout == "auto":
-        chosen = offered("choose_layout")(config, group, backend, console.say)
-        run = set_up(chosen.config, group, backend, folder, last, console.say, stack)
-        return run, chosen
-    run = set_up(config, group, backend, folder, last, console.say, stack)
-    foreseen = None
-    if group.size > 1 and on_root(group, _has_plans):
-        sets = run.inputs.train, run.inputs.test
-        with suppress(NnmpiError):  # on all ranks: a run goes on without its price
-            foreseen = offered("foresee_layout")(run.config, sets, group, backend, console.say)
-    return run, foreseen
-
-
-def _has_plans() -> bool:
-    """Whether the lab is there and has measured a model's parts: then a layout may have a price."""
-    with suppress(UsageError, OSError):
-        return any(cache_folder().glob("profile-*.json")) and callable(offered("foresee_layout"))
-    return False
-
-
-def _first_state(
-    run: TrainingRun, last: Checkpoint | None, resuming: bool
-) -> tuple[RunState, list[str]]:
-    """Return the state in which this start begins, and lines to print. Collective.
-
-    Args:
-        run: its trainer is restored.
-        last: the checkpoint to resume from, if there is one.
-        resuming: whether the run was started before.
-
-    Raises:
-        CheckpointError, DataError: on all ranks, see `restore`.
-    """
-    state, notices = RunState(samples=len(run.inputs.train), data=run.inputs.identity), list[str]()
-    if resuming:
-        state, notices = restore(run.trainer, last, run.folder, state)
-        if run.group.is_root:
-            notices.extend([*_interrupted(run.folder), *_lost_best(run, state)])
-        if not 0 <= state.batch <= run.extent.train_batches:
-            raise CheckpointError(
-                f"{run.folder.checkpoints}: the last one is after batch"
-                f" {shortened(str(state.batch))}"
-            )
-        if state.step < run.extent.steps:
-            notices.extend(_changed_rate(run, last, state.step))
-    if state.step >= run.extent.stop:
-        notices.append(_how_to_continue(run))
-    return state, notices
-
-
-def _interrupted(folder: RunFolder) -> list[str]:
-    """Return a line if no start of a run has come to its end."""
-    if folder.finished.exists():
-        return []
-    return [f"{folder.path} had not come to its end: it has no {folder.finished.name}"]
-
-
-def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[str]:
-    """Return a line if the schedule is no longer that of a checkpoint, as with other --epochs."""
-    before = last.values.get("rate") if last is not None else None
-    if before is None or before == run.schedule(step - 1):
-        return []
-    return [
-        f"the learning rate follows another schedule, of {run.extent.steps} steps: step {step} had"
-        f" the rate {before:.4g}, and step {step + 1} has {run.schedule(step):.4g}"
-    ]
-
-
-def _lost_best(run: TrainingRun, state: RunState) -> list[str]:
-    """Return a line if the best weights so far should have been kept and are not there any more.
-
-    They went when better ones came, with whose checkpoint, damaged since, the run cannot continue.
-    """
-    step, there = state.best_step, map(step_of, steps(run.folder.checkpoints))
-    if not run.config.run.keeps_best or not step or step in there:
-        return []
-    return [
-        f"the weights of the best evaluation so far, of step {step}, are gone; the next better ones"
-        " are kept"
-    ]
-
-
-def _how_to_continue(run: TrainingRun) -> str:
-    """Return the option that has ended training, and how to train longer."""
-    options, extent = run.config.optimization, run.extent
-    if extent.stop < extent.steps:
-        return (
-            f"the run stops after {extent.stop} of {extent.steps} steps, the limit of --stop-after;"
-            " without it the run continues"
-        )
-    if options.max_steps is not None and extent.steps == options.max_steps:
-        many, more = f"{extent.steps} steps", "a larger --max-steps to continue"
-    else:
-        many, more = f"{extent.epochs} epochs", f"more, such as --epochs {2 * extent.epochs}"
-    return f"the run is finished, all {many} are done; give {more}"
-
-
-def _open_folder(
-    run: TrainingRun,
-    step: int,
-    words: Sequence[str],
-    facts: Sequence[tuple[str, str]],
-    lock: Callable[[], None] | None,
-) -> None:
-    """Make a new run's folder, or reopen a resumed run's, and note this start there. Collective.
-
-    Args:
-        run: to begin or to go on with.
-        step: of its state; later metrics are removed.
-        words: of the command line.
-        facts: of the header.
-        lock: locks a new folder; None for a resumed run's, which is locked.
-
-    Raises:
-        UsageError: on all ranks, when it cannot be written. What this start has made there is
-            removed.
-    """
-    folder, settled = run.folder, run.settled()
-
-    def write() -> None:
-        if lock is None:
-            folder.remember()
-        else:
-            folder.make()
-            lock()
-            folder.claim()
-        # config.json is first: with it, the folder is a run's, which can be resumed
-        folder.create(settled)
-        folder.keep_tokenizer(run.tokenizer)
-        folder.note_start(words, run.group.size, run.group.comm.world.library, facts)
-        if lock is None:
-            folder.reopen()
-        cut_metrics(folder.metrics, step)
-
-    try:
-        on_root(run.group, write)
-    except BaseException:
-        if run.group.is_root:
-            folder.withdraw()
-        raise
-
-
-@contextmanager
-def _noting_errors(run: TrainingRun) -> Iterator[None]:
-    """Note an error of the body in the run's folder.
-
-    A start that is refused before it has written a checkpoint, as its first steps were, leaves
-    nothing there.
-    """
-    folder, is_root = run.folder, run.group.is_root
-    newest = candidates(folder.checkpoints)[:1] if is_root else []
-    try:
-        yield
-    except NnmpiError as error:
-        is_refused = isinstance(error, UsageError | ShapeError)
-        if is_root and is_refused and candidates(folder.checkpoints)[:1] == newest:
-            folder.withdraw()
-        folder.note_error(error)  # by the first rank that gets here
-        raise
-
-
-def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
-    """Write a GPT's weights and finished.json, and print the summary. Collective.
-
-    finished.json proves that all ranks have reached the end, or the limit of --stop-after: its
-    "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's
-    status proves nothing: MPICH's mpirun reports success if a rank exits early with status 0.
-    """
-    folder, group, model = run.folder, run.group, run.config.model
-    is_gpt = model.model == "gpt" and model.experts is None  # GPT-2's files have no experts
-    with run.trainer.averaged():
-        weights = run.trainer.state()[0].to_dict() if is_gpt else {}
-    last_steps = group.gather(loop.state.step)
-
-    def write() -> None:
-        saved = (
-            f"its last checkpoint is complete: make room, and continue with --resume {folder.path}"
-        )
-        with raised_as(
-            CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
-        ):
-            if is_gpt:
-                _save_gpt(run, weights)
-            write_json(folder.finished, _proof(run, loop, len(last_steps)))
-
-    on_root(group, write)
-    run.trainer.release()  # free MPI's requests and communicators before MPI ends
-    console.say(*_last_lines(run, loop))
-
-
-def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:
-    """Write a GPT's weights and tokenizer in the format of Hugging Face's transformers."""
-    folder, options, tokenizer = run.folder.model, run.config.model, run.tokenizer
-    end = None if tokenizer is None else tokenizer.end
-    save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-
-
-def _proof(run: TrainingRun, loop: Loop, ranks: int) -> dict[str, Any]:
-    """Return what finished.json says."""
-    stored = read_json(candidates(run.folder.checkpoints)[0] / STATE_FILE)
-    proof: dict[str, Any] = {
-        "step": loop.state.step,
-        "of_steps": run.extent.steps,
-        "ranks": ranks,
-    }
-    if loop.stopped:
-        proof["stopped"] = loop.stopped
-    for name, value in {"loss": loop.report.loss, "accuracy": nan, **loop.report.metrics}.items():
-        proof[name] = value if isfinite(value) else None
-    proof["weights_sha256"] = stored["files"][MODEL_FILE]["sha256"]
-    return proof
-
-
-def _last_lines(run: TrainingRun, loop: Loop) -> list[str]:
-    """Return the summary of a run that has ended."""
-    state, report, lines = loop.state, loop.report, list[str]()
-    loss, quality = describe_result(report, report.metrics, run.inputs.train.is_tokens)
-    is_final = state.step >= run.extent.steps
-    if not is_final and loop.stopped:
-        lines.append(f"stopped after {state.step} of {run.extent.steps} steps, {loop.stopped}")
-    elif not is_final:
-        lines.append(_how_to_continue(run))
-    weights = f"the {'final' if is_final else 'present'} weights"
-    best = loop.reporter.best(state, report)
-    duration = f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}"
-    lines.append(f"test {quality} ({loss}) with {weights}{best}")
-    lines.extend(loop.reporter.asked(report))
-    lines.append(f"{duration}; weights and metrics are in {run.folder.path}")
-    if run.backend.is_device:
-        lines.append(f"memory of the device: {run.backend.memory()}")
-    return lines

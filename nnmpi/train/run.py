@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
-from nnmpi.data.dataset import read_array
+from nnmpi.data.dataset import Samples, read_array
 from nnmpi.data.readers import read_table
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
@@ -63,12 +64,13 @@ from nnmpi.train.config import (
     to_json,
 )
 from nnmpi.train.derived import attention_of, find_layout
-from nnmpi.train.folder import RunFolder, check_trust, read_run
-from nnmpi.train.inputs import Inputs, load_inputs, text_source
+from nnmpi.train.folder import RunFolder, check_trust, read_run, refuse_of_program
+from nnmpi.train.inputs import Inputs, given_samples, load_inputs, text_source
 from nnmpi.train.measures import RunMetrics, run_metrics
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
 
 ONE_RANK = Layout(1, 1, 1)
+NOWHERE = RunFolder(Path(os.devnull))  # of a run that writes nothing
 ROWS = (
     16  # of a forward pass: one sample alone costs as many, and a million little more than by 256
 )
@@ -247,6 +249,11 @@ class TrainingRun(Run):
     extent: Extent
     kernels: str
 
+    @property
+    def has_folder(self) -> bool:
+        """Whether the run writes files; `folder` is none otherwise."""
+        return self.folder is not NOWHERE
+
     def settled(self) -> dict[str, Any]:
         """Return the options by name with derived values: layout, microbatches and tokenizer.
 
@@ -271,6 +278,7 @@ def set_up(
     last: Checkpoint | None,
     say: Callable[[str], None],
     stack: ExitStack,
+    samples: tuple[Samples, Samples] | None = None,
 ) -> TrainingRun:
     """Load the data and build everything. Collective.
 
@@ -282,6 +290,7 @@ def set_up(
         last: the checkpoint to resume from, or None. The pipeline keeps its stages.
         say: called with a sentence when a download begins.
         stack: receives the context of `computing`, which lasts to the end of the run.
+        samples: of training and test, of a program; None to load them.
 
     Raises:
         UsageError: on all ranks, for options that do not fit the data or the number of ranks.
@@ -291,7 +300,9 @@ def set_up(
     layout, mesh = find_layout(config, group)
     config.sync.check(group.size)
     config.sync.slowness(config.run.seed).check(group.size)
-    inputs = load_inputs(config, group, say, mesh)
+    if samples is not None:
+        samples = given_samples(config, group, *samples)
+    inputs = load_inputs(config, group, say, mesh, samples)
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent)
@@ -308,6 +319,10 @@ def set_up(
     config, kernels = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing(config))
     trainer = build_trainer(config, model, group, inputs, backend, layout)
+    if callable(config.optimization.optimizer):  # which knows its rate
+        config = config.having(lr=float(trainer.optimizer.lr))
+        with agreed(group):
+            schedule = build_schedule(config.optimization, extent)
     return TrainingRun(
         config=config,
         group=group,
@@ -493,6 +508,7 @@ def _read_config(folder: Path, trust: bool) -> Config:
         return Config(ModelConfig("gpt", pretrained=folder))
     options, final = read_run(folder, str(folder)), RunFolder(folder).model
     options.pop("callback", None)  # which training alone calls
+    refuse_of_program(folder, options)
     check_trust(folder, options, {}, trust)
     config = assemble(options)
     if config.model.pretrained is None or not final.is_dir():

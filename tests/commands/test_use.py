@@ -15,7 +15,7 @@ import nnmpi
 from nnmpi import NnmpiError, data, simulate
 from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
-from nnmpi.commands.evaluate import match_samples
+from nnmpi.train.evaluating import match_samples
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.data.dataset import as_yes_or_no

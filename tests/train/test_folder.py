@@ -12,7 +12,7 @@ from time import sleep
 
 import pytest
 
-import nnmpi.train.loop as training
+import nnmpi.train.session as training
 from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import nnmpi.train.loop as training
+import nnmpi.train.session as training
 from nnmpi.base.command import Console
 from nnmpi.train.config import assemble
 from nnmpi.train.metrics import read_metrics

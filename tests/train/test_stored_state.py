@@ -64,7 +64,7 @@ def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
 ):
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
-    monkeypatch.setattr("nnmpi.train.loop.set_up", lambda *_: pytest.fail("the run has begun"))
+    monkeypatch.setattr("nnmpi.train.session.set_up", lambda *_: pytest.fail("the run has begun"))
     refuses(NnmpiError, words, lambda: main(f"--resume {run} --max-steps 4".split(), group))
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
