@@ -182,7 +182,7 @@ def _train(config: Config, group: Group, screen: "_Screen", given: Given) -> "Fi
     where = run.trainer.arrangement
     is_whole = where.mesh.model.size == 1 and not where.layout.expert_parallel
     if is_whole:
-        strategy = run.trainer.parallel if isinstance(run.trainer, Worker) else None
+        strategy = run.trainer.strategy if isinstance(run.trainer, Worker) else None
         if isinstance(strategy, ShardedDataParallel):
             strategy.gather_model()
         where.free()

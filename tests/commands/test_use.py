@@ -15,13 +15,13 @@ import nnmpi
 from nnmpi import NnmpiError, data, simulate
 from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
-from nnmpi.train.evaluating import match_samples
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.data.dataset import as_yes_or_no
 from nnmpi.lab.report import main as report
 from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
+from nnmpi.train.evaluating import match_samples
 from tests.harness.commands import on_ranks
 from tests.harness.refusals import data_error, refuses, usage_error
 

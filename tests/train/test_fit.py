@@ -19,8 +19,8 @@ from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam, Cosine, ReduceOnPlateau
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
-from tests.harness.slow import once_more
 from tests.harness.refusals import usage_error
+from tests.harness.slow import once_more
 
 X = np.random.default_rng(0).random((53, 6)).astype("float32")
 Y = (X.sum(axis=1) > 3).astype(int) + (X[:, 0] > 0.8)
