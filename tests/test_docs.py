@@ -43,6 +43,8 @@ PROGRAMS = {
     if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 }
 EACH = "import sys\nfor program in sys.argv[1:]: exec(program, {'__name__': '__main__'})"
+# fitted in one call, and trained by hand; they print their epochs
+FIRST = [("README.md", 0), ("docs/library.md", 0), ("docs/library.md", 2)]
 READERS_FILES = {
     "first.py",
     "signs.py",
@@ -70,13 +72,12 @@ OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 
 @pytest.mark.mpi
 @pytest.mark.host_only("a program of its own, in which nothing is said of a device")
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
-def test_the_first_programs_train(page, group, capsys):
+@pytest.mark.parametrize("page, number", FIRST)
+def test_the_first_programs_train(page, number, group, capsys):
     """As they stand, on every number of ranks; they reach 97 % and print on rank 0 alone."""
-    exec(compile(PROGRAMS[page][0], page, "exec"), {"__name__": "__main__"})
-    printed = [
-        float(result) for result in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)
-    ]
+    exec(compile(PROGRAMS[page][number], page, "exec"), {"__name__": "__main__"})
+    lines = re.findall(r"^epoch .* test accuracy ([0-9.]+) ?%", capsys.readouterr().out, re.M)
+    printed = [float(result) for result in lines]
     everyone = group.gather(printed)
     assert len(everyone[0]) == 8 and everyone[0][-1] > 97, everyone
     assert not any(everyone[1:]), everyone
@@ -138,7 +139,7 @@ def test_programs_run(page, tmp_path):
     """
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", EACH]
-        + PROGRAMS[page][page in ("README.md", "docs/library.md") :],
+        + [text for n, text in enumerate(PROGRAMS[page]) if (page, n) not in FIRST],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -117,14 +117,13 @@ def fit(
         CheckpointError: on all ranks, for checkpoints that cannot be read or written.
 
     Example:
-        >>> x = np.random.default_rng(0).random((60, 4))
-        >>> train = test = x, (x.sum(axis=1) > 2).astype(int)
+        >>> train, test = data.load("iris")
         >>> def program(group):
-        ...     model = models.mlp((4,), 2, hidden=[8])
-        ...     fitted = nnmpi.fit(model, train, test, epochs=30, group=group, quiet=True)
-        ...     return fitted.history["test_accuracy"][-1] > 0.9
+        ...     model = models.mlp((4,), 3, hidden=[16])
+        ...     fitted = nnmpi.fit(model, train, test, lr=0.02, quiet=True)
+        ...     return fitted.step, fitted.history["test_accuracy"][-1] > 0.9
         >>> nnmpi.simulate(program, ranks=2)
-        [True, True]
+        [(80, True), (80, True)]
     """
     expect("nnmpi.fit(model, train, test)", (model, Module))
     group = start() if group is None else group
@@ -195,6 +194,8 @@ def _train(config: Config, group: Group, screen: "_Screen", given: Given) -> "Fi
     elif keeps_best or config.numerics.ema:
         state.scatter(weights.best.__getitem__)
     fitted = Fitted(run, loop, where)
+    if keeps_best and fitted.best_step != fitted.step:
+        screen.console.say(f"the model has the best weights, those of step {fitted.best_step}")
     screen.end(fitted)
     return fitted
 

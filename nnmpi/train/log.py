@@ -109,7 +109,7 @@ class Reporter:
         recorder: MetricsRecorder,
     ) -> None:
         self._extent, self._console, self._recorder = run.extent, console, recorder
-        self._tokens = run.inputs.train.is_tokens  # adds perplexity and tokens per second
+        self._tokens = run.predicts_tokens  # adds perplexity and tokens per second
         self._inputs, self._options = run.inputs, run.config.run
         self._metrics = run.metrics
         self._began = clock.now(), run.step or 0

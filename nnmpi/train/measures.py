@@ -73,7 +73,7 @@ def run_metrics(
             found[name] = find_metric(name, option, signature.class_names, signature.outputs)
         return found[name]
 
-    kind = TOKENS if samples.is_tokens else task.kind
+    kind = task.kind
     usual = [row for row in METRICS.values() if kind in row.default_for]
     best_by = None
     if options.best_by not in (None, LOSS):

@@ -39,6 +39,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Samples, read_array
 from nnmpi.data.readers import read_table
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from nnmpi.metrics.metric import TOKENS as LANGUAGE
 from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
 from nnmpi.nn.module import Module
@@ -66,7 +67,7 @@ from nnmpi.train.config import (
 from nnmpi.train.derived import attention_of, find_layout
 from nnmpi.train.folder import RunFolder, check_trust, read_run, refuse_of_program
 from nnmpi.train.inputs import Inputs, given_samples, load_inputs, text_source
-from nnmpi.train.measures import RunMetrics, run_metrics
+from nnmpi.train.measures import RunMetrics, run_metrics, task_of
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
 
 ONE_RANK = Layout(1, 1, 1)
@@ -248,6 +249,11 @@ class TrainingRun(Run):
     schedule: RateSchedule
     extent: Extent
     kernels: str
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether it is a language model: its samples and its labels are tokens."""
+        return task_of(self.signature, self.inputs.train).kind == LANGUAGE
 
     @property
     def has_folder(self) -> bool:

@@ -407,7 +407,7 @@ def _proof(run: TrainingRun, loop: Loop, ranks: int) -> dict[str, Any]:
 def _last_lines(run: TrainingRun, loop: Loop) -> list[str]:
     """Return the summary of a run that has ended."""
     state, report, lines = loop.state, loop.report, list[str]()
-    loss, quality = describe_result(report, report.metrics, run.inputs.train.is_tokens)
+    loss, quality = describe_result(report, report.metrics, run.predicts_tokens)
     is_final = state.step >= run.extent.steps
     if not is_final and loop.stopped:
         lines.append(f"stopped after {state.step} of {run.extent.steps} steps, {loop.stopped}")
