@@ -18,13 +18,13 @@ from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
 from nnmpi.compose.evaluation import Evaluation
 from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.metrics.metric import Metric, joined
+from nnmpi.metrics.metric import TOKENS, Metric, joined
 from nnmpi.metrics.rows import confusion_of, each_class, pair_classes
 from nnmpi.train.config import Config, MetricNames
 from nnmpi.train.evaluating import evaluate, match_samples
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_asked, describe_result
-from nnmpi.train.measures import run_metrics
+from nnmpi.train.measures import run_metrics, task_of
 from nnmpi.train.run import Run
 
 MOST_SHOWN, NAME_WIDTH = 30, 24  # classes that are printed, and letters of their names
@@ -185,7 +185,9 @@ def _sentence(
     result: Evaluation,
     options: EvaluationConfig,
 ) -> str:
-    loss, quality = describe_result(result, result.metrics, run.signature.is_tokens)
+    loss, quality = describe_result(
+        result, result.metrics, task_of(run.signature, samples).kind == TOKENS
+    )
     is_classes = run.signature.predicts == "classes"
     counted = (
         f"{result.score_sum:.0f} of {result.targets} right"
