@@ -28,6 +28,7 @@ from nnmpi.train.measures import run_metrics, task_of
 from nnmpi.train.run import Run
 
 MOST_SHOWN, NAME_WIDTH = 30, 24  # classes that are printed, and letters of their names
+LINE_WIDTH, LETTERS = 80, 8  # of the confusion matrix, and letters of its columns' names
 # its state is what the matrix counts
 CONFUSION = Metric("confusion matrix", pair_classes, len, joined)
 
@@ -175,7 +176,24 @@ def _table(run: Run, result: Evaluation) -> list[str]:
             + "".join(f"{share:>11.4f}" for share in shares)
             + f"{support:>11.0f}"
         )
-    return lines
+    return [*lines, "", *_matrix(matrix, names)]
+
+
+def _matrix(matrix: Integers, names: Sequence[str]) -> list[str]:
+    """Return the confusion matrix as lines; none if they would be too long."""
+    first = max(len(name) for name in (*names, "true class"))
+    column = 2 + max(len(str(matrix.max())), *(min(len(name), LETTERS) for name in names))
+    if first + column * len(names) > LINE_WIDTH:
+        return [f"the confusion matrix of {len(names)} classes is on the report's page"]
+    heads = "".join(f"{name[:LETTERS]:>{column}}" for name in names)
+    return [
+        f"{'':<{first}}  predicted class",
+        f"{'true class':<{first}}{heads}",
+        *(
+            f"{name:<{first}}" + "".join(f"{count:>{column}}" for count in row)
+            for name, row in zip(names, matrix.tolist(), strict=True)
+        ),
+    ]
 
 
 def _sentence(

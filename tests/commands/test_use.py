@@ -281,7 +281,11 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path, run, said):
     ]
     other.write_text("\n".join(of_one_class))
     text = said(evaluate, f"{folder} --dataset {other} --json")
-    assert [bool(sum(row)) for row in json.loads(text)["confusion"]].count(True) == 1
+    matrix = json.loads(text)["confusion"]
+    assert [bool(sum(row)) for row in matrix].count(True) == 1
+    printed = said(evaluate, f"{folder} --dataset {other}").partition("true class")[2]
+    rows = [line.split()[-len(matrix) :] for line in printed.splitlines()[1 : 1 + len(matrix)]]
+    assert [[int(count) for count in row] for row in rows] == matrix
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
