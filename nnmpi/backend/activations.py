@@ -194,6 +194,17 @@ def _silu(x: Array, keep: bool) -> tuple[Array, ...]:
     return (y, (1 - s) * y + s) if keep else (y,)
 
 
+def gated_silu(gate: Array, x: Array) -> tuple[Array]:
+    """silu(gate) x."""
+    return (_silu(gate, False)[0] * x,)
+
+
+def gated_silu_grad(grad: Array, gate: Array, x: Array) -> tuple[Array, Array]:
+    """The gradients of gate and x: the exponential is cheaper than an array that keeps it."""
+    y, slope = _silu(gate, True)
+    return grad * x * slope, grad * y
+
+
 def _elu(x: Array, keep: bool, alpha: float) -> tuple[Array, ...]:
     """Return ELU, and its derivative if that is to be kept."""
     below = np.minimum(x, 0)

@@ -16,6 +16,11 @@ the powers' sum (`total`) at the end. Forward saves the powers, or backward comp
 keys arrive in blocks (see `attend_more`). Backward divides the gradient of the result by the sum,
 which has fewer elements than the powers.
 
+Queries may have several times as many heads as keys and values: neighbouring heads of queries form
+a group, which shares a head of keys and values (Ainslie et al., "GQA", 2023). They are computed one
+head of each group after another, on the same view of the keys and values, which are not copied.
+With rotary positions a block of queries, and one of keys, is turned where it is read.
+
 Hidden scores (.) are replaced whatever their value: NaN in a later query or key reaches no earlier
 result. But a hidden power is 0, and 0 times NaN is NaN. So within a band NaN in a later value
 reaches the results before it, and NaN in a later key or value reaches the gradients of queries. On
@@ -31,13 +36,14 @@ from functools import lru_cache
 from itertools import product
 from math import inf, nan, prod, sqrt
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.random import least_kept, random_bits
+from nnmpi.backend.rotary import Rotary, Rotation
 from nnmpi.backend.sums import ELEMENTS, slices
 
 # Queries per band, with a causal mask and without one.
@@ -45,10 +51,36 @@ CAUSAL, ALL = 64, 256
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
 Trio: TypeAlias = tuple[Heads, Heads, Heads]  # queries, keys and values, or their gradients
-Block: TypeAlias = tuple[slice, slice]  # sequences and heads that are computed together
+HeadRange: TypeAlias = tuple[slice, slice]  # some sequences and heads
 # the first query, the end of the queries, the end of the keys that they see
 Band: TypeAlias = tuple[int, int, int]
 Piece: TypeAlias = tuple[Band, slice]  # a band, and the slice of its powers in the saved array
+
+
+class Block(NamedTuple):
+    """What is computed together: heads of queries, each with another head of keys.
+
+    Attributes:
+        queries, keys: their sequences and heads.
+        place, group: which of the heads that share keys these are, and of how many.
+    """
+
+    queries: HeadRange
+    keys: HeadRange
+    place: int
+    group: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether these are the first that read their keys."""
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether these are the last that read their keys."""
+        return self.place == self.group - 1
+
+
 Blocks: TypeAlias = list[tuple[Block, list[Piece]]]
 
 
@@ -76,17 +108,23 @@ class AttentionDropout:
 
 
 def attend(
-    inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+    inputs: Trio,
+    y: Heads,
+    causal: bool,
+    keep: bool,
+    drop: AttentionDropout | None = None,
+    rotary: Rotary | None = None,
 ) -> Residuals:
     """Write softmax(q k^T / sqrt(features)) v to y, and return the residuals for `attend_grad`.
 
     Args:
-        inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch,
-            heads, keys, values), with any strides.
+        inputs: q (batch, heads, queries, features), k (batch, key heads, keys, features) and v
+            (batch, key heads, keys, values), with any strides. Key heads divide the heads.
         y: (batch, heads, queries, values), with any strides.
         causal: whether query i sees the keys 0..i alone; there are then as many keys as queries.
         keep: whether `attend_grad` will be called.
         drop: the dropout, or None; with one, the arrays are plain ones.
+        rotary: turns queries and keys, if they have the positions from 0 on; or None.
     """
     xp = namespace(y)
     q, k, v = inputs
@@ -94,7 +132,8 @@ def attend(
     count = sum((j - i) * seen for i, j, seen in which.bands())
     saved = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
     top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(q, (*q.shape[:3], 1))[..., 0]
-    attend_more(inputs, y, top, total, which, saved, first=True)
+    rotation = None if rotary is None else rotary.at((which.queries,), q)
+    attend_more(inputs, y, top, total, which, saved, first=True, rotation=rotation)
     np.divide(y, total[..., None], out=y)
     return (q, k, v, y, total, saved) if keep else ()
 
@@ -105,6 +144,7 @@ def attend_grad(
     targets: Trio,
     causal: bool,
     drop: AttentionDropout | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Write the gradients of q, k and v.
 
@@ -112,14 +152,17 @@ def attend_grad(
         grad: like y, the gradient of the result.
         residuals: from `attend`.
         targets: receive the gradients; of the shapes of q, k and v, with any strides.
-        causal, drop: as for `attend`.
+        causal, drop, rotary: as for `attend`.
     """
     q, k, v, y, total, powers = residuals
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
     share = _like_packed(grad, grad.shape)
     np.divide(grad, total[..., None], out=share)
     inner = np.einsum("bhtd,bhtd->bht", share, y)  # CuPy's einsum has no `out`
-    attend_more_grad(share, inner, (q, k, v), None, targets, which, powers, first=True)
+    rotation = None if rotary is None else rotary.at((which.queries,), q)
+    attend_more_grad(
+        share, inner, (q, k, v), None, targets, which, powers, first=True, rotation=rotation
+    )
 
 
 def attend_more(
@@ -130,6 +173,7 @@ def attend_more(
     which: KeyBlock,
     saved: Array | None = None,
     first: bool = False,
+    rotation: Rotation | None = None,
 ) -> None:
     """Attend to more keys by an online softmax (Milakov and Gimelshein, 2018).
 
@@ -147,20 +191,27 @@ def attend_more(
         which: the positions of these queries and keys.
         saved: receives the powers, (n,); None if backward computes them again.
         first: whether these are the first keys; sums, top and total are then only written.
+        rotation: of queries and keys, which have the same positions; or None.
     """
     xp = namespace(sums)
     q, k, v = inputs
-    blocks = which.pieces(q)
+    blocks, scale = which.pieces(q, k), 1 / sqrt(q.shape[3])
     most, size = _largest(q, blocks)
     room, scaled_all = xp.empty((size if saved is None else 0,), q.dtype), _like_packed(q, most)
     for block, pieces in blocks:
-        qb, kb, vb = q[block], k[block], v[block]
+        qb, vb = q[block.queries], v[block.keys]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
-        np.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
+        if rotation is None:
+            kb = k[block.keys]
+            np.multiply(qb, scale, out=scaled)
+        else:
+            if block.is_first:
+                kb = rotation.of(k[block.keys])
+            rotation.write(qb, scaled, scale)
         for (i, j, seen), part in pieces:
             target = _piece(saved, room, part, (*qb.shape[:2], seen, j - i))
             p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i, target)
-            local = [item[block][:, :, i:j] for item in (top, total, sums)]
+            local = [item[block.queries][:, :, i:j] for item in (top, total, sums)]
             new = local if first else [xp.empty(item.shape, item.dtype) for item in local]
             np.max(p, axis=2, out=new[0])
             if not first:
@@ -168,7 +219,7 @@ def attend_more(
             np.exp(np.subtract(p, new[0][:, :, None], out=p), out=p)
             # the sum over keys as a product with ones: BLAS is faster than NumPy's add.reduce
             xp.matmul(ones(p, seen)[None], p, out=new[1][:, :, None])
-            which.mark(p, block, i)
+            which.mark(p, block.queries, i)
             gemm(_left(p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
                 # rescale the old sums from the old top to the new one
@@ -189,6 +240,7 @@ def attend_more_grad(
     which: KeyBlock,
     saved: Array | None = None,
     first: bool = False,
+    rotation: Rotation | None = None,
 ) -> None:
     """Add the gradients of queries, and of a block of keys and values.
 
@@ -205,10 +257,11 @@ def attend_more_grad(
         saved: the powers that `attend_more` saved; None to compute them again.
         first: write the gradients instead of adding them; for the full sequence's queries and keys
             only.
+        rotation: as for `attend_more`; only with `first`.
     """
     xp = namespace(share)
     (q, k, v), (to_q, to_k, to_v) = inputs, targets
-    scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
+    scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q, k)
     most, size = _largest(q, blocks)
     room, d_all = (xp.empty((count,), q.dtype) for count in (size if saved is None else 0, size))
     scaled_all = _like_packed(q, (*most[:3], v.shape[3]))
@@ -216,27 +269,38 @@ def attend_more_grad(
         for target in (to_k, to_v):
             np.copyto(target, 0)
     for block, pieces in blocks:
-        qb, kb, vb, gb = q[block], k[block], v[block], share[block]
+        qb, vb, gb = q[block.queries], v[block.keys], share[block.queries]
+        to_qb, to_vb = to_q[block.queries], to_v[block.keys]
+        if rotation is not None:
+            qb = rotation.of(qb)
+        if block.is_first:
+            kb, to_kb = k[block.keys], to_k[block.keys]
+            if rotation is not None:
+                kb, to_kb = rotation.of(kb), xp.empty(kb.shape, kb.dtype)
         scaled = scaled_all[: len(qb), : qb.shape[1]]
         np.multiply(gb, scale, out=scaled)
-        less = np.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
+        less = np.multiply(inner[block.queries], scale, out=xp.empty(gb.shape[:3], q.dtype))
         for (i, j, seen), part in reversed(pieces):
             # in reverse, since the last queries see all keys: they write, the others add
             shape = (*qb.shape[:2], seen, j - i)
             d, p = _piece(None, d_all, part, shape), _piece(saved, room, part, shape)
             if top is not None:
                 which.scores(kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
-                np.exp(np.subtract(p, top[block][:, :, None, i:j], out=p), out=p)
-                which.mark(p, block, i)
-            adds = not (first and j == qb.shape[2])
-            gemm(_left(p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
+                np.exp(np.subtract(p, top[block.queries][:, :, None, i:j], out=p), out=p)
+                which.mark(p, block.queries, i)
+            adds = not (first and block.is_first and j == qb.shape[2])
+            gemm(_left(p, which.drop), gb[:, :, i:j], to_vb[:, :, :seen], add=adds)
             gemm(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
             if which.drop is not None:
                 np.multiply(d, (p > 0) * p.dtype.type(which.drop.factor), out=d)
                 p = xp.abs(p)
             np.multiply(np.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
-            gemm(d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
-            gemm(d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
+            gemm(d, qb[:, :, i:j], to_kb[:, :, :seen], add=adds)
+            gemm(d.swapaxes(2, 3), kb[:, :, :seen], to_qb[:, :, i:j], add=not first)
+        if rotation is not None:
+            np.copyto(to_qb, rotation.of(to_qb, back=True))
+            if block.is_last:
+                rotation.write(to_kb, to_k[block.keys], back=True)
 
 
 @dataclass(frozen=True)
@@ -280,7 +344,7 @@ class KeyBlock:
             np.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
         return out
 
-    def mark(self, p: Array, block: Block, first: int) -> None:
+    def mark(self, p: Array, part: HeadRange, first: int) -> None:
         """Negate the powers of dropped probabilities.
 
         The sign is the mask, so no second array is needed: the powers are |p|, and after dropout
@@ -288,35 +352,38 @@ class KeyBlock:
 
         Args:
             p: (sequences, heads, keys, some queries), changed in place.
-            block: the sequences and heads.
+            part: the sequences and heads.
             first: the first of the queries.
         """
         drop = self.drop
         if drop is None:
             return
         xp, count = namespace(p), p.shape
-        starts = block[1].start, self.queries.start + first, self.keys.start
-        heads, rows, columns = (
+        heads = xp.arange(part[1].start, part[1].stop, part[1].step, dtype=xp.uint32)
+        rows, columns = (
             xp.arange(n, dtype=xp.uint32) + xp.uint32(start)
-            for n, start in zip((count[1], count[3], count[2]), starts, strict=True)
+            for n, start in (
+                (count[3], self.queries.start + first),
+                (count[2], self.keys.start),
+            )
         )
         length = xp.uint32(self.length)
         numbers = (heads[:, None, None] * length + rows) * length + columns[:, None]
         bits = random_bits(
-            xp, drop.first_row + block[0].start, count[0], numbers.reshape(-1), drop.key
+            xp, drop.first_row + part[0].start, count[0], numbers.reshape(-1), drop.key
         )
         dropped = (bits < xp.uint32(least_kept(drop.rate))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
 
-    def pieces(self, q: Heads) -> Blocks:
+    def pieces(self, q: Heads, k: Heads) -> Blocks:
         """Return the blocks of sequences and heads computed together, the largest first.
 
-        Each comes with its bands, and the slices of their powers in the saved array. Without
-        queries there are no blocks.
+        Blocks that share keys follow one another. Each comes with its bands, and the slices of
+        their powers in the saved array. Without queries there are no blocks.
         """
         bands, start, pieces = tuple(self.bands()), 0, Blocks()
-        for block in _blocks(q, len(self.keys), bands):
-            heads, result = prod(item.stop - item.start for item in block), list[Piece]()
+        for block in _grouped(_blocks(k, len(self.keys), bands), q.shape[1] // max(k.shape[1], 1)):
+            heads, result = prod(item.stop - item.start for item in block.keys), list[Piece]()
             for i, j, seen in bands:
                 result.append(((i, j, seen), slice(start, start + heads * seen * (j - i))))
                 start = result[-1][1].stop
@@ -332,7 +399,7 @@ def _largest(q: Heads, blocks: Blocks) -> tuple[Shape, int]:
     if not blocks:
         return (0, 0, *q.shape[2:]), 0
     block, pieces = blocks[0]
-    return q[block].shape, max(part.stop - part.start for _, part in pieces)
+    return q[block.queries].shape, max(part.stop - part.start for _, part in pieces)
 
 
 def _piece(saved: Array | None, room: Array, part: slice, shape: Shape) -> Array:
@@ -350,14 +417,22 @@ def _like_packed(like: Heads, shape: Shape) -> Heads:
     return np.swapaxes(np.empty((batch, time, heads, features), like.dtype, like=like), 1, 2)
 
 
-def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
+def _grouped(parts: Iterator[HeadRange], group: int) -> Iterator[Block]:
+    """Yield the blocks of queries that share the keys of each part: every `group`th head."""
+    for sequences, heads in parts:
+        for place in range(group):
+            queries = slice(heads.start * group + place, heads.stop * group, group)
+            yield Block((sequences, queries), (sequences, heads), place, group)
+
+
+def _blocks(k: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[HeadRange]:
     """Yield the sequences and heads whose scores are computed together; the first is the largest.
 
     On the host their scores fit the cache; a device computes all at once.
     """
-    batch, heads = q.shape[:2]
+    batch, heads = k.shape[:2]
     scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
-    fit = 4 * ELEMENTS // scores if isinstance(q, np.ndarray) else batch * heads
+    fit = 4 * ELEMENTS // scores if isinstance(k, np.ndarray) else batch * heads
     # all heads of some sequences if they fit, else some heads of one sequence
     many, few = max(1, fit // heads), max(1, min(fit, heads))
     if bands:

@@ -2,8 +2,9 @@
 
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
+from nnmpi.models.llama import llama
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
 from nnmpi.models.resnet import resnet
 
-__all__ = ["cnn", "gpt", "lstm", "mlp", "resnet"]
+__all__ = ["cnn", "gpt", "llama", "lstm", "mlp", "resnet"]

@@ -1,4 +1,4 @@
-"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, ELU, SELU, softplus, softmax.
+"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, ELU, SELU, softplus, softmax, SwiGLU.
 
 The arithmetic of all that compute each element by itself is in `backend.activations`. GELU is x
 times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016). There are two
@@ -20,11 +20,14 @@ from nnmpi.backend.activations import (
     SIGMOID,
     SILU,
     SOFTPLUS,
+    gated_silu,
+    gated_silu_grad,
     leaky_grad,
 )
 from nnmpi.backend.array import Array, masked
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.plain import largest
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.sums import row_totals
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import answered
@@ -38,7 +41,7 @@ from nnmpi.tensor.traits import Channels, Sample, Traits
 
 __all__ = [
     *("elu", "gelu", "leaky_relu", "log_softmax", "prelu", "relu", "selu", "sigmoid", "silu"),
-    *("softmax", "softplus", "tanh"),
+    *("softmax", "softplus", "swiglu", "tanh"),
 ]
 
 
@@ -177,6 +180,53 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     if not x.ndim:  # which would be broadcast to the weight's axis
         return prelu(x.reshape(1), weight).reshape(())
     return (PReLUFunction if weight.size == 1 else ChannelPReLUFunction)()(x, weight)
+
+
+class GatedSiLU(Elementwise):
+    """silu(gate) x, for two arrays of one shape."""
+
+    __slots__ = ()
+
+    computes = "kernels"
+    traits = Traits(
+        onnx=lambda f, y, gate, x: gate * gate.each("Sigmoid") * x,
+        samples=(Sample("swiglu", lambda gate, x: swiglu(gate, x), ((3, 4), (3, 4))),),
+    )
+
+    def forward(self, gate: Array, x: Array) -> Array:
+        kernels = kernels_of(gate)
+        self.saved = (gate, x, kernels)
+        return self._rows(kernels, gated_silu, gate, x)[0]
+
+    def backward(self, grad: Array) -> Grads:
+        *inputs, kernels = self.saved
+        return self._rows(kernels, gated_silu_grad, grad, *inputs)
+
+    @staticmethod
+    def _rows(kernels: Any, formula: Any, *arrays: Array) -> tuple[Array, ...]:
+        """Return a formula's results, in the arrays' dtype; half precision is computed wide."""
+        dtype, shape = arrays[0].dtype, arrays[0].shape
+        width = shape[-1] if shape else 1
+        rows = [np.reshape(item, (item.size // max(width, 1), width)) for item in arrays]
+        if is_low(dtype):  # of a device
+            rows = [kernels.cast(item, FLOAT32) for item in rows]
+        results = kernels.rows(formula, *rows)
+        return tuple(kernels.cast(item, dtype).reshape(shape) for item in results)
+
+
+@answered
+def swiglu(gate: Tensor, x: Tensor) -> Tensor:
+    """Return silu(gate) * x, elementwise (Shazeer, "GLU variants improve transformer", 2020).
+
+    Raises:
+        ShapeError: when the two differ in shape.
+    """
+    require_floating("swiglu", gate)
+    if not mixes(gate._data.dtype, require_floating("swiglu", x)._data.dtype):
+        operands("swiglu", gate, x)
+    if gate.shape != x.shape:
+        raise ShapeError(f"swiglu needs two tensors of one shape, not {gate.shape} and {x.shape}")
+    return GatedSiLU()(gate, x)
 
 
 def softmax_rows(x: Array) -> tuple[Array]:

@@ -7,7 +7,7 @@ products read the packed projection in place, and write result and gradients in 
 copied. See `attend` for NaN under a causal mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -21,6 +21,7 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import call
+from nnmpi.backend.rotary import Rotary, Rotation
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import answered
 from nnmpi.ops.activation import softmax_rows
@@ -28,11 +29,18 @@ from nnmpi.ops.dropout import MaskKey
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads, converted
 from nnmpi.tensor.operand import require_floating
-from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
+from nnmpi.tensor.placement import (
+    Placement,
+    Shard,
+    first_shard,
+    is_sharded,
+    placement_if_uncut,
+    same_placement,
+)
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.traits import WRITTEN, Channels, NotExported, Sample, Traits
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = ["attention", "grouped_attention", "scaled_dot_product_attention"]
 
 
 def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
@@ -162,13 +170,82 @@ class KeyValues:
         return (self.count - 1,)
 
 
-class PackedAttention(Function):
+class CachedAttention(Function):
+    """Attention of which one token at a time may follow others.
+
+    Attributes:
+        before: the cache of earlier tokens, to which these are appended; or None.
+        causal, kernels: as for `Attention`.
+        rotary: turns queries and keys by their positions; None if they need it not.
+    """
+
+    __slots__ = ("before", "causal", "kernels", "rotary")
+
+    computes = "kernels"
+
+    before: KeyValues | None
+    causal: bool
+    kernels: Any
+    rotary: Rotary | None
+
+    def attend_cached(self, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
+        """Write the attention to the cached tokens and these."""
+        assert self.before is not None
+        if q.shape[2] > 1 or isinstance(q, np.ndarray):
+            # recorded as one call, since the number of tokens grows with each replay
+            call(self._continue, (self.before, q, k, v, y))
+        else:
+            self._attend_next(self.before, q, k, v, y)
+
+    def _continue(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
+        # no mask for a single token after others: it sees all
+        start, causal = before.count, self.causal and not before.count
+        if self.rotary is not None:
+            rotation = self.rotary.at((range(start, start + q.shape[2]),), q)
+            q, k = self._turned(rotation, q, k)
+        self.kernels.attend((q, *before.extend(k, v)), y, causal, False)
+
+    def _turned(self, rotation: Rotation, *heads: Heads) -> list[Heads]:
+        """Return heads turned; half precision, on a device, is computed in float32."""
+        cast = self.kernels.cast
+        return [cast(rotation.of(cast(item, rotation.cos.dtype)), item.dtype) for item in heads]
+
+    def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
+        """Attend to the cached tokens and one more, in a graph of a device.
+
+        The calls and sizes are the same for every token: keys that are still to come are masked.
+        """
+        if not call(before.has_room, when="if"):
+            call(before.make_room, (k, v), when="once")
+        # in a tuple or an array of the library, so that the calls are the same for each token
+        number = call(before.append, when="before")
+        xp, kernels = namespace(y), self.kernels
+        places = xp.arange(before.room[0].shape[2], dtype=np.uint32)
+        (number,) = number if isinstance(number, tuple) else (number,)
+        if self.rotary is not None:
+            rotation = self.rotary.at((range(len(places)),), q)
+            row = [np.take(table, number, axis=0)[None] for table in (rotation.cos, rotation.sin)]
+            q, k = self._turned(Rotation(*row), q, k)
+        for cached, new in zip(before.room, (k, v), strict=True):
+            np.copyto(cached, new, where=(places == number)[:, None])
+        k, v = before.room
+        # the queries of a group are rows that read the same keys
+        batch, heads, _, features = q.shape
+        rows = xp.reshape(q, (batch, k.shape[1], heads // k.shape[1], features))
+        scores = xp.empty((*rows.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
+        gemm(rows, k.swapaxes(2, 3), out=scores)
+        scores *= 1 / sqrt(features)
+        scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
+        p = kernels.cast(kernels.along(softmax_rows, 3, scores), q.dtype)
+        gemm(p, v, out=xp.reshape(y, (*rows.shape[:3], v.shape[3])))
+
+
+class PackedAttention(CachedAttention):
     """Attention of packed (batch, time, 3 features): queries, keys, values side by side.
 
     Args:
         heads: the number of heads.
-        causal, kernels: as for `Attention`.
-        before: the cache of earlier tokens, to which these are appended; or None.
+        causal, kernels, before: as for `CachedAttention`.
         rate: the probability of setting a probability to 0; the others are scaled up to preserve
             the mean.
         mask_key: returns the key and the first row, called in every forward pass; None without
@@ -176,7 +253,7 @@ class PackedAttention(Function):
             and the head, query and key of attention: every layout drops the same ones.
     """
 
-    __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
+    __slots__ = ("first", "heads", "length", "mask_key", "rate")
 
     traits = Traits(
         onnx=WRITTEN,
@@ -186,8 +263,6 @@ class PackedAttention(Function):
             Sample("attention to all", lambda qkv: attention(qkv, 1, causal=False), ((2, 4, 6),)),
         ),
     )
-
-    computes = "kernels"
 
     def __init__(
         self,
@@ -199,7 +274,7 @@ class PackedAttention(Function):
         mask_key: Callable[[], MaskKey] | None,
     ) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
-        self.rate, self.mask_key = rate, mask_key
+        self.rate, self.mask_key, self.rotary = rate, mask_key, None
         # this rank's first head; the full length of sequences sharded over ranks
         self.first, self.length = 0, 0
 
@@ -234,14 +309,10 @@ class PackedAttention(Function):
         if not self.heads:  # more ranks than heads
             self.saved = (None, ())
             return y
-        if self.before is not None and (time > 1 or isinstance(qkv, np.ndarray)):
-            # recorded as one call, since the number of tokens grows with each replay
-            call(self._continue, (self.before, qkv, y))
-            return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         if self.before is not None:
-            self._attend_next(self.before, q, k, v, heads)
+            self.attend_cached(q, k, v, heads)
             return y
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
@@ -260,35 +331,6 @@ class PackedAttention(Function):
         drop = drop.from_head(self.first, self.length or time)
         return place_of(drop.key, drop.first_row)
 
-    def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
-        """Attend to the cached tokens and these."""
-        # no mask for a single token after others: it sees all
-        causal = self.causal and not before.count
-        q, k, v = self._split(qkv, 3)
-        (heads,) = self._split(y, 1)
-        self.kernels.attend((q, *before.extend(k, v)), heads, causal, False)
-
-    def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
-        """Attend to the cached tokens and one more, in a graph of a device.
-
-        The calls and sizes are the same for every token: keys that are still to come are masked.
-        """
-        if not call(before.has_room, when="if"):
-            call(before.make_room, (k, v), when="once")
-        # in a tuple or an array of the library, so that the calls are the same for each token
-        number = call(before.append, when="before")
-        xp, kernels = namespace(y), self.kernels
-        places = xp.arange(before.room[0].shape[2], dtype=np.uint32)
-        (number,) = number if isinstance(number, tuple) else (number,)
-        for cached, new in zip(before.room, (k, v), strict=True):
-            np.copyto(cached, new, where=(places == number)[:, None])
-        k, v = before.room
-        scores = xp.empty((*q.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
-        gemm(q, k.swapaxes(2, 3), out=scores)
-        scores *= 1 / sqrt(q.shape[3])
-        scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
-        gemm(kernels.cast(kernels.along(softmax_rows, 3, scores), q.dtype), v, out=y)
-
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape
         to_qkv = self.xp.empty((batch, time, 3 * features), grad.dtype)
@@ -305,6 +347,110 @@ class PackedAttention(Function):
         # (parts, batch, heads, time, features)
         heads = namespace(packed).reshape(packed, shape).transpose(2, 0, 3, 1, 4)
         return tuple(heads[i] for i in range(parts))
+
+
+class GroupedAttention(CachedAttention):
+    """Attention of queries, keys and values (batch, time, heads * features) of several lengths.
+
+    Args:
+        features: of each head.
+        causal, kernels, before, rotary: as for `CachedAttention`.
+    """
+
+    __slots__ = ("features",)
+
+    traits = Traits(
+        onnx=WRITTEN,
+        channels=Channels.LAST,
+        samples=(
+            Sample(
+                "grouped_attention",
+                lambda q, k, v: grouped_attention(q, k, v, 4, causal=True),
+                ((2, 5, 16), (2, 5, 8), (2, 5, 8)),
+            ),
+            Sample(
+                "grouped_attention rotary",
+                lambda q, k, v: grouped_attention(q, k, v, 6, True, Rotary((1.0, 0.1))),
+                ((2, 5, 24), (2, 5, 8), (2, 5, 8)),
+            ),
+        ),
+    )
+
+    def __init__(
+        self,
+        features: int,
+        causal: bool,
+        kernels: Any,
+        before: KeyValues | None,
+        rotary: Rotary | None,
+    ) -> None:
+        self.features, self.causal, self.kernels = features, causal, kernels
+        self.before, self.rotary = before, rotary
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the result's placement: by positions, or by heads of keys with their queries.
+
+        q0 q1 q2 q3    k0 k1    v0 v1     of 4 and 2 heads, over 2 ranks:
+        q0 q1          k0       v0        rank 0
+              q2 q3       k1       v1     rank 1
+        """
+        first = first_shard(inputs)
+        shard = first.shard
+        if shard.axis == 1 and self.before is not None:
+            raise shard.error(self, "continues whole sequences")
+        if shard.axis < 2:
+            same_placement(self, inputs, "needs the same positions of queries, keys and values")
+            if shard.axis == 1:
+                self.kernels = over_ranks(self, shard, self.kernels)
+            return shard.placement
+        if not self._are_groups(inputs):
+            raise shard.error(self, "needs the keys, values and queries of whole groups on a rank")
+        return shard.placement
+
+    def _are_groups(self, inputs: Sequence[Any]) -> bool:
+        """Whether each rank has whole heads of keys, and the queries and values that are theirs."""
+        if not all(is_sharded(item) and item.shard.axis == 2 for item in inputs):
+            return False
+        q, k, v = inputs
+        group, size = q.shape[2] // k.shape[2], k.shard.group.size
+        for rank in range(size):
+            ours, keys, values = (item.shard.placement.ranges(size, rank) for item in inputs)
+            ((start, stop),) = [(item.start, item.stop) for item in keys]
+            whole = range(start * group, stop * group)
+            if start % self.features or ours != (whole,) or values != keys:
+                return False
+        return q.shard.placement.repeats == k.shard.placement.repeats == 1
+
+    def forward(self, q: Array, k: Array, v: Array) -> Array:
+        y = self.xp.empty((*q.shape[:2], q.shape[2] * v.shape[2] // max(k.shape[2], 1)), q.dtype)
+        if not k.shape[2]:  # more ranks than heads of keys
+            self.saved = (None, ())
+            return y
+        queries, keys, values, heads = self._split(q, k, v, y)
+        if self.before is not None:
+            self.attend_cached(queries, keys, values, heads)
+            return y
+        trio, needs = (queries, keys, values), True in self.needs
+        residuals = self.kernels.attend(trio, heads, self.causal, needs, None, self.rotary)
+        self.saved = (residuals, [item.shape for item in (q, k, v)])
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        residuals, shapes = self.saved
+        if residuals is None:
+            return tuple(self.xp.empty((*grad.shape[:2], 0), grad.dtype) for _ in range(3))
+        grads = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
+        (given,), targets = self._split(grad), self._split(*grads)
+        self.kernels.attend_grad(given, residuals, targets, self.causal, None, self.rotary)
+        return grads
+
+    def _split(self, *packed: Array) -> tuple[Heads, ...]:
+        """Return the heads of each (batch, time, heads * features)."""
+        xp, width = namespace(packed[0]), self.features
+        return tuple(
+            xp.reshape(item, (*item.shape[:2], item.shape[2] // width, width)).swapaxes(1, 2)
+            for item in packed
+        )
 
 
 class DroppedAttention(PackedAttention):
@@ -380,6 +526,65 @@ def attention(
         heads, causal, kernels_of(packed._data), before, dropout, mask_key if dropout else None
     )
     return function(packed)
+
+
+def grouped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    causal: bool = True,
+    rotary: Rotary | None = None,
+    before: KeyValues | None = None,
+) -> Tensor:
+    """Return attention in which several heads of queries share one of keys and values.
+
+    Ainslie et al., "GQA", 2023. The heads are side by side; head i of the queries reads head
+    i // (heads / key heads) of the keys and values, which are not copied for each of them.
+
+    Args:
+        q: (batch, time, heads * features).
+        k, v: (batch, time, key heads * features), for a number of heads that divides `heads`.
+        heads: of the queries.
+        causal: as for `attention`.
+        rotary: turns queries and keys by their positions, see `nn.RotaryAttention`; or None.
+        before: a cache of earlier tokens' keys and values, to which these are appended; excludes a
+            backward pass.
+
+    Returns:
+        (batch, time, heads * features), in the dtype of q; in mixed precision in the low one.
+
+    Raises:
+        ShapeError: when the shapes do not fit together.
+        UsageError: for no heads, and for a rotary of another number of features.
+        DtypeError: when the inputs are not floating point, or differ in dtype.
+    """
+    check_int("grouped_attention's heads", heads)
+    reads = product_dtype("grouped_attention", require_floating("grouped_attention", q), k, v)
+    features = q.shape[-1] // heads if q.ndim == 3 else 0
+    if (
+        not features
+        or not q.ndim == k.ndim == v.ndim
+        or k.shape != v.shape
+        or k.shape[:2] != q.shape[:2]
+        or q.shape[2] % heads
+        or not k.shape[2]
+        or k.shape[2] % features
+        or heads % (k.shape[2] // features)
+    ):
+        raise ShapeError(
+            f"grouped_attention with {heads} heads needs queries (batch, time, {heads} * features),"
+            " and keys and values (batch, time, key heads * features) with key heads that divide"
+            f" {heads}, not {q.shape}, {k.shape} and {v.shape}"
+        )
+    if rotary is not None and 2 * len(rotary.frequencies) != features:
+        raise UsageError(
+            f"a rotary of {len(rotary.frequencies)} pairs turns heads of"
+            f" {2 * len(rotary.frequencies)} features, not of {features}"
+        )
+    q, k, v = (converted(item, reads) for item in (q, k, v))
+    function = GroupedAttention(features, causal, kernels_of(q._data), before, rotary)
+    return function(q, k, v)
 
 
 @answered

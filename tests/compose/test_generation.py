@@ -20,6 +20,8 @@ PROMPT = [3, 1, 4, 1]
 def build(kind):
     if kind == "gpt":
         return models.gpt(TOKENS, CONTEXT, features=12, layers=2, heads=3)
+    if kind == "llama":
+        return models.llama(TOKENS, CONTEXT, features=12, layers=2, heads=6, kv_heads=3)
     return models.lstm(TOKENS, features=10, layers=2)
 
 
@@ -33,7 +35,7 @@ def by_whole_passes(kind):
     for _ in range(COUNT):
         written.append(int(model(np.array([seen])).data[0, -1].argmax()))
         seen.append(written[-1])
-        if kind == "gpt" and len(seen) > CONTEXT:
+        if kind != "lstm" and len(seen) > CONTEXT:
             seen = seen[-(CONTEXT // 2) :]
     return written
 
@@ -43,13 +45,13 @@ def main(group, kind, layout):
     where.model.initialize(1, "float64")
     generator = TokenGenerator(where, numpy_backend())
     written = list(
-        islice(generator.write(PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT)
+        islice(generator.write(PROMPT, None if kind == "lstm" else CONTEXT, likeliest), COUNT)
     )
     generator.release()
     return written
 
 
-@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "lstm"])
 @pytest.mark.parametrize(
     "ranks, layout",
     [
@@ -84,7 +86,7 @@ def test_layers_run_once_for_single_tokens(monkeypatch):
     assert seen == [(1, len(PROMPT)), *[(1, 1)] * (2 if on_device() else 4)]
 
 
-@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "lstm"])
 def test_logits_are_those_of_whole_passes(kind):
     """For several sequences at once; outside of the block nothing is kept."""
     model = build(kind).initialize(1, "float64")

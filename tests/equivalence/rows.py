@@ -93,6 +93,24 @@ def gpt(*_, heads=5, features=10, **more):
     )
 
 
+def llama(*_, tied=True):
+    """Return a small Llama: groups of two heads, wider than features / heads."""
+    return models.llama(
+        TOKENS,
+        TIME + 2,
+        features=10,
+        layers=2,
+        heads=6,
+        kv_heads=3,
+        hidden=13,
+        head_features=4,
+        theta=50,
+        tied=tied,
+        bias=True,
+        qk_norm=tied,
+    )
+
+
 def lstm(*_, tied=True):
     """Return one of long short-term memory."""
     return models.lstm(TOKENS, features=9 + tied, layers=2 + tied, dropout=0.1, tied=tied)
@@ -230,7 +248,7 @@ HALVES = Setup(own.halves, microbatches=3)
 FLAT = Setup(own.flat, microbatches=2)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
-GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
+GPT, LLAMA, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, llama, lstm))
 ZERO_MLP = Setup(
     models.mlp,
     {"hidden": (37, 7, 41), "dropout": 0.2},
@@ -241,6 +259,14 @@ ZERO_MLP = Setup(
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
+SHARED_LLAMAS = (
+    *(Layout(sp=3, sp_attention=way) for way in ("ulysses", "ring")),
+    Layout(sp=2, tp=2, sp_attention="ring"),  # 3 groups of heads over 2 ranks
+    Layout(sp=2, pp=2, tp=2, split=(3, 4), sp_attention="ring", activation_memory="least"),
+    Layout(dp=2, sp=2, zero=3, unit_bytes=1),
+    Layout(tp=4),  # a rank has no group
+    Layout(dp=2, tp=2, zero=3, unit_bytes=1),
+)
 SHARED_EXPERTS = Layout(dp=2, expert_parallel=True)
 BESIDE_EXPERTS = (
     # the first two take the longest: on 8 ranks, of which one has no position, and on 12
@@ -300,6 +326,7 @@ ZERO = {
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
     "free": Setup(own.free, microbatches=2, **DECAY),
     "gpt": GPT,
+    "llama": LLAMA,
     "lstm": LSTM,
 }
 
@@ -346,6 +373,7 @@ ROWS = {
     "smoothed classes apart": Row(replace(HALVES, smoothing=0.1), sharded_classes),
     "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),
     "gpt": Row(GPT, everything),
+    "llama": Row(LLAMA),
     "lstm": Row(LSTM, everything),
     "lstm of few tokens": Row(
         Setup(few_tokens, data=sentences, microbatches=2, batch_size=16, **MOMENTUM), everything
@@ -412,6 +440,8 @@ TOWERS = Setup(own.branched, microbatches=3, worker={"clip": 0.05})
 SINGLE = [
     *((TOWERS, Layout(dp, pp, 2)) for dp in (1, 2) for pp in (1, 2)),
     *((GPT, layout) for layout in SHARED),
+    *((LLAMA, layout) for layout in SHARED_LLAMAS),
+    (replace(LLAMA, model_options={"tied": False}), Layout(pp=2, split=(2, 5), tp=2)),
     (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages

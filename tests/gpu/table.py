@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi import Tensor, nn, ops, tensor
+from nnmpi.backend.rotary import Rotary
 from tests.tensor.samples import SAMPLES, public_name
 
 ROWS, COLUMNS = 37, 130
@@ -125,6 +126,17 @@ def attending(heads, time, causal, features=20):
         name,
         lambda x: ops.attention(x, heads, causal),
         [anywhere(2, time, 3 * features * heads)],
+    )
+
+
+def turning(features):
+    """Return the row of rotary attention, of 6 heads and 2 of keys."""
+    rotary = Rotary(tuple(0.8 ** np.arange(features // 2)))
+    return Sample(
+        "ops.grouped_attention",
+        f"{features} features, turned",
+        lambda q, k, v: ops.grouped_attention(q, k, v, 6, True, rotary),
+        [anywhere(2, 70, count * features) for count in (6, 2, 2)],
     )
 
 
@@ -328,6 +340,7 @@ TABLE = [
     ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
     *(attending(3, time, causal, 24) for time in (2, 150) for causal in (False, True)),
+    *(turning(features) for features in (16, 20)),  # cuDNN has heads with a multiple of 8
     Sample(
         "ops.scaled_dot_product_attention",
         "crossed in eights",

@@ -27,6 +27,7 @@ from nnmpi.backend.plain import inverse_root
 from nnmpi.backend.precision import is_low, low_dtype
 from nnmpi.backend.printed import PrintedKernels, itself
 from nnmpi.backend.random import least_kept, place_of
+from nnmpi.backend.rotary import Rotary
 from nnmpi.backend.trace import VECTOR, kinds_of, name_of
 
 COPY_AXES = 6  # as in copy.cu
@@ -252,6 +253,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         causal: bool,
         keep: bool,
         drop: Any = None,
+        rotary: Rotary | None = None,
     ) -> Residuals:
         """Attention of all heads at once, by cuDNN for half precision without dropout.
 
@@ -266,6 +268,9 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         """
         xp = namespace(y)
         q, k, v = inputs
+        if rotary is not None:
+            q, k = self._turned(rotary, q, k)
+            inputs = q, k, v
         library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
         # A single query follows others: the keys grow at each call, and a plan takes longer to
         # build than such a product.
@@ -278,11 +283,20 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
     def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
-        gemm(q, k.swapaxes(2, 3), out=scores)
+        gemm(_folded(q, k), k.swapaxes(2, 3), out=_folded(scores, k))
         p = scores if scores.dtype == q.dtype else xp.empty(scores.shape, q.dtype)
         self._softmax("softmax", 1 / sqrt(q.shape[3]), causal, scores, p)
-        gemm(self._left(p, drop), v, out=y)
+        if q.shape[1] == v.shape[1]:
+            gemm(self._left(p, drop), v, out=y)
+        else:
+            self.copy(y, gemm(_folded(self._left(p, drop), v), v).reshape(y.shape))
         return (q, k, v, p)
+
+    def _turned(self, rotary: Rotary, *heads: Array, back: bool = False) -> list[Array]:
+        """Return heads turned by their positions; half precision is computed in float32."""
+        rotation = rotary.at((range(heads[0].shape[2]),), heads[0])
+        wide = [self.cast(item, rotation.cos.dtype) for item in heads]
+        return [self.cast(rotation.of(item, back), heads[0].dtype) for item in wide]
 
     def attend_grad(
         self,
@@ -291,8 +305,23 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         targets: tuple[Array, ...],
         causal: bool,
         drop: Any = None,
+        rotary: Rotary | None = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        self._attend_grad(grad, residuals, targets, causal, drop)
+        if rotary is not None:
+            turned = self._turned(rotary, *targets[:2], back=True)
+            for target, back in zip(targets, turned, strict=False):
+                self.copy(target, back)
+
+    def _attend_grad(
+        self,
+        grad: Array,
+        residuals: Residuals,
+        targets: tuple[Array, ...],
+        causal: bool,
+        drop: Any,
+    ) -> None:
         xp = namespace(grad)
         if len(residuals) == 5:  # cuDNN's
             *inputs, y, statistics = residuals
@@ -304,13 +333,19 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
                 return
             residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
-        d = xp.empty(p.shape, p.dtype)
-        gemm(grad, v.swapaxes(2, 3), out=d)
-        gemm(self._left(p, drop).swapaxes(2, 3), grad, out=to_v)
+        # the queries of a group are those of one head: so the products add up its gradients
+        left, d = self._left(p, drop), xp.empty(p.shape, p.dtype)
+        grad = _folded(grad, v)
+        gemm(grad, v.swapaxes(2, 3), out=_folded(d, v))
+        gemm(_folded(left, v).swapaxes(2, 3), grad, out=to_v)
         d = self._left(d, drop)
         self._softmax("softmax_grad", 1 / sqrt(q.shape[3]), causal, d, p, d)
-        gemm(d, k, out=to_q)
-        gemm(d.swapaxes(2, 3), q, out=to_k)
+        d = _folded(d, k)
+        if q.shape[1] == k.shape[1]:
+            gemm(d, k, out=to_q)
+        else:
+            self.copy(to_q, gemm(d, k).reshape(q.shape))
+        gemm(d.swapaxes(2, 3), _folded(q, k), out=to_k)
 
     def _left(self, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
@@ -742,3 +777,15 @@ def _track(
     return mean + fraction * (to_mean - mean), variance + fraction * (
         to_variance * factor - variance
     )
+
+
+def _folded(x: Array, keys: Array) -> Array:
+    """Return heads of queries as those of keys: (batch, key heads, group * time, any).
+
+    The heads of a group become more rows; that is a view if x is contiguous.
+    """
+    batch, heads, time, width = x.shape
+    if heads == keys.shape[1]:
+        return x
+    shared = keys.shape[1]
+    return namespace(x).reshape(x, (batch, shared, heads // shared * time, width))

@@ -17,7 +17,7 @@ from nnmpi.backend.activations import GELU_TANH
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.lab.onnx.graph import END, GraphValue, OnnxGraph
-from nnmpi.ops.attention import Attention, PackedAttention
+from nnmpi.ops.attention import Attention, GroupedAttention, PackedAttention
 from nnmpi.ops.conv.convolution import Conv2dFunction, ConvTranspose2dFunction
 from nnmpi.ops.experts import Experts
 from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
@@ -192,7 +192,7 @@ def _attend(f: Any, y: Array, q: Any, k: Any, v: Any, features: int) -> Any:
     Args:
         k: (batch, heads, features, time).
     """
-    time = y.shape[2]
+    time = y.shape[-2]
     scores = q @ k * (1 / sqrt(features))
     if f.causal:
         mask = np.where(np.tri(time, dtype=bool), 0, -np.inf).astype(y.dtype)
@@ -208,6 +208,40 @@ def _packed_attention(f: PackedAttention, y: Array, x: Any) -> Any:
     moved = q.transpose(*heads), k.transpose(0, 2, 3, 1), v.transpose(*heads)
     result = _attend(f, y.reshape(shape).swapaxes(1, 2), *moved, shape[3])
     return result.transpose(*heads).reshape(*y.shape)
+
+
+def _grouped_attention(f: GroupedAttention, y: Array, q: Any, k: Any, v: Any) -> Any:
+    if f.before is not None:
+        raise refused(q.graph, "attention to a cache of earlier tokens", "export it without one")
+    (batch, time, _), width, axes = y.shape, f.features, (0, 2, 1, 3)
+    shared = k.like.shape[2] // width
+    group = y.shape[2] // width // shared
+
+    def heads(x: Any, count: int) -> Any:
+        return x.reshape(batch, time, count, width).transpose(*axes)
+
+    def turned(x: Any) -> Any:
+        if f.rotary is None:
+            return x
+        rotation = f.rotary.at((range(time),), y)
+        cos, sin = (np.concatenate([item, item], axis=-1) for item in (rotation.cos, rotation.sin))
+        a, b = x.add("Split", count=2, axis=3)
+        return x * cos + (b * -1.0).add("Concat", a, axis=3) * sin
+
+    queries = turned(heads(q, shared * group)).reshape(batch, shared, group, time, width)
+    keys, values = (
+        item.add("Unsqueeze", [2]) for item in (turned(heads(k, shared)), heads(v, shared))
+    )
+    result = _attend(
+        f,
+        np.empty((batch, shared, group, time, width), y.dtype),
+        queries,
+        keys.transpose(0, 1, 2, 4, 3),
+        values,
+        width,
+    )
+    result = result.reshape(batch, shared * group, time, width)
+    return result.transpose(*axes).reshape(*y.shape)
 
 
 def _recurrent(f: Any, y: Array, x: Any, weight: Any, recurrent: Any, bias: Any, *more: Any) -> Any:
@@ -294,6 +328,7 @@ WRITERS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
         GRUFunction: _recurrent,
         GetItem: _get_item,
         GroupNormFunction: _group_norm,
+        GroupedAttention: _grouped_attention,
         LSTMFunction: _recurrent,
         Largest: _largest,
         LayerNormFunction: _layer_norm,

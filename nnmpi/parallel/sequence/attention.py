@@ -27,7 +27,9 @@ sends this many elements in a layer, with t_r of T positions, for B samples of F
     backward    2 B F (T - t_(r+1)) + 2 B F (T - t_r)           over all ranks 4 B F T (S - 1)
 
 With equal shares each rank sends 2 B T F (S - 1) / S forward and twice that backward. Gradients of
-keys and values in half precision travel as float32, in which they are accumulated.
+keys and values in half precision travel as float32, in which they are accumulated. With fewer heads
+of keys and values than of queries, F counts the features of theirs. Rotary positions turn a rank's
+queries and keys before the keys travel, by the positions that the rank has.
 
 **Ulysses**: an all-to-all of positions and heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
@@ -43,7 +45,8 @@ f_r of F features, for B samples:
     forward     B (3 t_r (F - f_r) + f_r (T - t_r))        over all ranks 4 B (T F - sum of t_r f_r)
     backward    B (t_r (F - f_r) + 3 f_r (T - t_r))        the same
 
-With equal shares each rank sends 4 B T F (S - 1) / S^2 forward, and as much backward.
+With equal shares each rank sends 4 B T F (S - 1) / S^2 forward, and as much backward. With fewer
+heads of keys and values, the ranks divide these, each with the queries that read it.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ from nnmpi.backend.attend import (
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import Box, call
+from nnmpi.backend.rotary import Rotary, Rotation
 from nnmpi.base.errors import LayoutError, counted
 from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
@@ -94,9 +98,13 @@ class RingAttention:
         causal: bool,
         keep: bool,
         drop: AttentionDropout | None = None,
+        rotary: Rotary | None = None,
     ) -> Residuals:
         """See `backend.attend.attend`, for this rank's positions."""
-        q = inputs[0]
+        q, k, v = inputs
+        if rotary is not None:
+            rotation = self._rotation(rotary, q)
+            inputs = _turned(rotation, q), _turned(rotation, k), v
         top, total = (
             np.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype, like=y)
             for _ in range(2)
@@ -111,9 +119,18 @@ class RingAttention:
         grads: Trio,
         causal: bool,
         drop: AttentionDropout | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
         call(self._backward, (grad, residuals, grads, causal, drop))
+        if rotary is not None:
+            rotation = self._rotation(rotary, residuals[0])
+            for target in grads[:2]:
+                target[...] = _turned(rotation, target, back=True)
+
+    def _rotation(self, rotary: Rotary, like: Array) -> Rotation:
+        """Return the rotation at this rank's positions."""
+        return rotary.at(self._ranges[self._group.rank], like)
 
     def _forward(
         self,
@@ -223,6 +240,11 @@ class RingAttention:
                     )
 
 
+def _turned(rotation: Rotation, x: Heads, back: bool = False) -> Heads:
+    """Return heads turned; half precision is computed in float32."""
+    return cast(rotation.of(to_float32(x), back), x.dtype)
+
+
 def _slices(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:
     """Yield each nonempty range, and the slice of its positions among the rank's."""
     start = 0
@@ -278,11 +300,12 @@ class UlyssesAttention:
         causal: bool,
         keep: bool,
         drop: AttentionDropout | None = None,
+        rotary: Rotary | None = None,
     ) -> Residuals:
         """See `backend.attend.attend`, for this rank's positions."""
-        check_heads(y.shape[1], self._group.size)
+        check_heads(inputs[1].shape[1], self._group.size)
         saved = Box()
-        options = causal, keep, *self._local_drop(drop, y)
+        options = causal, keep, self._local_drop(drop, y, inputs[1]), rotary
         call(self._forward, (inputs, y, options, saved))
         return (saved,)
 
@@ -293,32 +316,50 @@ class UlyssesAttention:
         grads: Trio,
         causal: bool,
         drop: AttentionDropout | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
-        options = causal, *self._local_drop(drop, grad)
+        options = causal, self._local_drop(drop, grad, grads[1]), rotary
         call(self._backward, (grad, residuals[0], grads, options))
 
-    def _local_drop(self, drop: AttentionDropout | None, y: Heads) -> tuple[AttentionDropout, ...]:
-        """Return this rank's heads of the dropout; empty without dropout."""
-        first = part(y.shape[1], self._group.size, self._group.rank).start
-        return () if drop is None else (drop.from_head(first, self._length),)
+    def _local_drop(
+        self, drop: AttentionDropout | None, y: Heads, k: Heads
+    ) -> AttentionDropout | None:
+        """Return this rank's heads of the dropout; None without dropout."""
+        first = part(k.shape[1], self._group.size, self._group.rank).start
+        first *= y.shape[1] // k.shape[1]
+        return None if drop is None else drop.from_head(first, self._length)
 
     def _forward(self, inputs: Trio, y: Heads, options: tuple[Any, ...], residuals: Box) -> None:
-        xp = namespace(y)
-        full = self._to_heads(xp.concatenate(inputs, axis=3))
-        result = xp.empty((*full.shape[:3], y.shape[3]), y.dtype)
-        residuals.content = self._kernels.attend(_split_like(full, inputs), result, *options)
-        y[...] = self._to_positions(result, y.shape[1])
+        xp, shared = namespace(y), inputs[1].shape[1]
+        group = y.shape[1] // shared
+        grouped = [_by_keys(item, shared) for item in inputs]
+        full = self._to_heads(xp.concatenate(grouped, axis=3))
+        q, k, v = _split_like(full, grouped)
+        result = xp.empty((len(full), full.shape[1] * group, full.shape[2], y.shape[3]), y.dtype)
+        trio = _by_heads(q, group), k, v
+        residuals.content = self._kernels.attend(trio, result, *options)
+        local = self._to_positions(_by_keys(result, k.shape[1]), shared)
+        y[...] = _by_heads(local, group)
 
     def _backward(self, grad: Heads, residuals: Box, grads: Trio, options: tuple[Any, ...]) -> None:
-        xp = namespace(grad)
-        full = self._to_heads(grad)
-        gradients = xp.empty((*full.shape[:3], sum(item.shape[3] for item in grads)), grad.dtype)
+        xp, shared = namespace(grad), grads[1].shape[1]
+        group = grad.shape[1] // shared
+        grouped = [_by_keys(item, shared) for item in grads]
+        full = self._to_heads(_by_keys(grad, shared))
+        gradients = xp.empty((*full.shape[:3], sum(item.shape[3] for item in grouped)), grad.dtype)
+        to_q, to_k, to_v = _split_like(gradients, grouped)
+        by_heads = _by_heads(to_q, group)  # a view of one head, or other memory
         kept, residuals.content = residuals.content, None
-        self._kernels.attend_grad(full, kept, _split_like(gradients, grads), *options)
-        local = self._to_positions(gradients, grad.shape[1])
-        for target, entry in zip(grads, _split_like(local, grads), strict=True):
-            target[...] = entry
+        trio = by_heads, to_k, to_v
+        self._kernels.attend_grad(_by_heads(full, group), kept, trio, *options)
+        if group > 1:
+            to_q[...] = _by_keys(by_heads, to_q.shape[1])
+        local = self._to_positions(gradients, shared)
+        for target, entry, heads in zip(
+            grads, _split_like(local, grouped), (group, 1, 1), strict=True
+        ):
+            target[...] = _by_heads(entry, heads)
 
     def _to_heads(self, x: Heads) -> Heads:
         return self._exchange(x, split(x.shape[1], self._group.size), self._positions)
@@ -339,7 +380,25 @@ class UlyssesAttention:
         )
 
 
-def _split_like(concatenated: Array, like: Trio) -> Trio:
+def _by_keys(x: Heads, heads: int) -> Array:
+    """Return heads of queries as (batch, heads of keys, time, group * features)."""
+    batch, count, time, width = x.shape
+    if count == heads:
+        return x
+    rows = namespace(x).reshape(x.swapaxes(1, 2), (batch, time, heads, count // heads * width))
+    return rows.swapaxes(1, 2)
+
+
+def _by_heads(x: Array, group: int) -> Heads:
+    """Return heads of queries, of which each head of keys has a group, as `_by_keys` takes them."""
+    if group == 1:
+        return x
+    batch, heads, time, width = x.shape
+    rows = namespace(x).reshape(x.swapaxes(1, 2), (batch, time, heads * group, width // group))
+    return rows.swapaxes(1, 2)
+
+
+def _split_like(concatenated: Array, like: Sequence[Array]) -> Trio:
     """Return views of the three arrays that are concatenated in one along the last axis."""
     first, second = like[0].shape[3], like[0].shape[3] + like[1].shape[3]
     return concatenated[..., :first], concatenated[..., first:second], concatenated[..., second:]
