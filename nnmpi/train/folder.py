@@ -358,6 +358,10 @@ def _replace_link(link: Path, target: str) -> None:
     temporary.replace(link)
 
 
+# {option: (a value's former name, its name today)}: runs of before go on
+RENAMED: Mapping[str, tuple[str, str]] = {"allreduce": ("ps", "star")}
+
+
 def read_run(folder: Path, named: str) -> dict[str, Any]:
     """Return a run's options from its config.json, without those that each start sets again.
 
@@ -382,6 +386,9 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
                 f"{file} has {name}, an option that nnmpi has removed (CHANGELOG.md names its"
                 " replacement); continue with the version of nnmpi that started the run"
             )
+    for name, (old, new) in RENAMED.items():
+        if flat.get(name) == old:
+            flat[name] = new
     values = check(flat, str(file))
     # --simulate is among them: a run may begin in simulation and resume on real ranks, or the
     # reverse.

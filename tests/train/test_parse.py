@@ -454,6 +454,11 @@ def test_options_of_an_older_run_are_read(tmp_path):
     assert parse(["--resume", str(tmp_path), "--pipeline", "1f1b"]).parallel.stages_per_rank == 1
 
 
+def test_a_former_name_of_a_value_is_that_of_today(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"allreduce": "ps"}))
+    assert parse(["--resume", str(tmp_path)]).parallel.allreduce == "star"
+
+
 def test_a_run_with_an_option_that_left_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"lr": 0.5, "nesterov": False}))
     usage_error(
