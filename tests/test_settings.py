@@ -99,6 +99,7 @@ OBJECTS = {
     optim.StepDecay: (lambda kind: kind(0.1, 9), ""),
     optim.MultiStep: (lambda kind: kind(0.1, (3, 6)), ""),
     optim.OneCycle: (lambda kind: kind(0.1, 9), ""),
+    optim.WarmRestarts: (lambda kind: kind(0.1, 9), ""),
     optim.Warmup: (lambda kind: kind(3, optim.ConstantRate(0.1)), ""),
     optim.ReduceOnPlateau: (lambda kind: kind(0.1), "lr factor patience threshold best waited"),
     optim.Arrays: (

@@ -66,7 +66,7 @@ from nnmpi.base.errors import (
 from nnmpi.base.files import OF_A_RUN, OutputFile, is_own, opened_to_write
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import lines_of
-from nnmpi.base.units import Bytes, Every, format_duration
+from nnmpi.base.units import Bytes, Every, Seconds, format_duration
 from nnmpi.base.version import VERSION
 from nnmpi.base.words import instead, nearest, rows
 
@@ -93,6 +93,7 @@ PLAIN: Mapping[Any, tuple[str, str]] = {
     Custom: ("FILE.py:NAME", "FILE.py:NAME"),
     Bytes: ("BYTES", "a number of bytes such as 512MiB"),
     Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
+    Seconds: ("TIME", "a time such as 3h, 90m or 1h30m"),
 }
 
 

@@ -1,6 +1,7 @@
 """Bytes as text: "64k", "1MiB", "1.5 MiB", in powers of 1024; times; tables.
 
-`Bytes` and `Every` are types of options: made of a text, with a ValueError for a wrong one.
+`Bytes`, `Every` and `Seconds` are types of options: made of a text, with a ValueError for a wrong
+one.
 """
 
 import re
@@ -65,6 +66,19 @@ class Every(str):
         self = super().__new__(cls, text)
         self.steps, self.epochs = (int(result[1]), 0) if result[2] else (0, int(result[1]))
         return self
+
+
+class Seconds(float):
+    """A time, made of a text such as 3h, 90m, 1h30m, 45s, or of seconds."""
+
+    def __new__(cls, text: object) -> "Seconds":
+        """Parse the text."""
+        hours, minutes, seconds = r"(?:(\d+)h)?", r"(?:(\d+)m)?", r"(?:(\d+(?:\.\d+)?)s?)?"
+        result = re.fullmatch(f"(?=.){hours}{minutes}{seconds}", str(text), re.ASCII)
+        if result is None:
+            raise ValueError(text)
+        given = [float(part or 0) for part in result.groups()]
+        return super().__new__(cls, 3600 * given[0] + 60 * given[1] + given[2])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -33,6 +33,7 @@ __all__ = [
     "RateSchedule",
     "ReduceOnPlateau",
     "StepDecay",
+    "WarmRestarts",
     "Warmup",
     "linear_scaling",
 ]
@@ -219,6 +220,34 @@ class Cosine(_Rate):
         weight = (1 + cos(pi * progress)) / 2
         floor = self.final * self.lr
         return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)
+
+
+@dataclass(frozen=True)
+class WarmRestarts(_Rate):
+    """Half a cosine from lr to nearly 0 in `every` steps, and again in `growth` times as many.
+
+    Loshchilov and Hutter, "SGDR" (2017). PyTorch's CosineAnnealingWarmRestarts, in updates.
+
+    Raises:
+        UsageError: for lr < 0, every < 1, or growth < 1.
+    """
+
+    every: int
+    growth: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= number("growth", self.growth) < inf:
+            raise UsageError(f"growth is {self.growth}; give a number of at least 1")
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of this step in its period."""
+        at, period = check_int("step", step, 0), self.every
+        if self.growth == 1:
+            at %= period
+        while at >= period:
+            at, period = at - period, round(period * self.growth)
+        return self.lr * (1 + cos(pi * at / period)) / 2
 
 
 @dataclass(frozen=True)

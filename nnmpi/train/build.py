@@ -3,6 +3,7 @@
 `train.run.set_up` calls these functions in the order of the parts' dependences.
 """
 
+import fnmatch
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.base.command import flag_of, require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import UsageError, shortened
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
@@ -38,7 +39,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.schedule import ConstantRate, Cosine, RateSchedule, StepDecay, Warmup
+from nnmpi.optim.schedule import ConstantRate, Cosine, RateSchedule, StepDecay, WarmRestarts, Warmup
 from nnmpi.tensor.function import kind_of
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import Extent
@@ -200,10 +201,13 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> RateSchedule:
     lr = config.lr
     warmup = warmup_steps(config, extent)
     after: RateSchedule = ConstantRate(lr)
-    if config.drops is not None:
-        epochs, factor = config.drops
-        after = StepDecay(lr, max(1, round(epochs * extent.train_batches)), factor)
-    elif config.lr_schedule == "cosine":
+    name, (epochs, factor) = config.rate_words
+    every = max(1, round(epochs * extent.train_batches))
+    if name == "step":
+        after = StepDecay(lr, every, factor)
+    elif name == "restarts":
+        after = WarmRestarts(lr, every, factor)
+    elif name == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
     elif is_custom(config.lr_schedule):
         expected = "(step, steps, lr)"
@@ -266,7 +270,28 @@ def build_full_model(config: Config, train: Samples, backend: Backend, group: Gr
             config.model, train.sample_shape, ModelSignature.of(train, None).outputs
         )
         check_vocabulary(model, train)
+        freeze(model, config.optimization.frozen)
     return model
+
+
+def freeze(model: Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters of a full model with these names, or patterns with * and ?.
+
+    Raises:
+        UsageError: for a pattern that no name fits, and if nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        chosen = fnmatch.filter(parameters, pattern)
+        if not chosen:
+            raise UsageError(
+                f"--freeze {pattern} fits no parameter; they are called"
+                f" {shortened(', '.join(parameters), 300)}"
+            )
+        for name in chosen:
+            parameters[name].requires_grad = False
+    if not any(item.requires_grad for item in parameters.values()):
+        raise UsageError("--freeze leaves nothing to train; give fewer names")
 
 
 def build_trainer(

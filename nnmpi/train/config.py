@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 from nnmpi.backend.precision import ON_HOST
 from nnmpi.base.command import (
@@ -31,7 +31,7 @@ from nnmpi.base.command import (
 )
 from nnmpi.base.custom import Custom, as_option, is_custom, name_of
 from nnmpi.base.errors import UsageError
-from nnmpi.base.units import Every
+from nnmpi.base.units import Every, Seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
@@ -344,6 +344,10 @@ class OptimizationConfig:
     """
     stop_after: int | None = None
     """Stop after this many updates, in mid-schedule, for --resume to finish."""
+    max_time: Seconds | None = None
+    """Time after which training ends, with an evaluation and a checkpoint, such as 3h or 1h30m;
+    all starts of a run count together.
+    """
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together. full: the whole training set (full gradient
     descent).
@@ -364,7 +368,9 @@ class OptimizationConfig:
     """Weight decay: L2, unless --optimizer calls it decoupled (default: the one named there)."""
     lr_schedule: str = "cosine"
     """Learning rate after the warm-up. constant. cosine: falls to nearly 0. step:10,0.1:
-    times 0.1 every 10 epochs. FILE.py:NAME: your own function (step, steps, lr).
+    times 0.1 every 10 epochs. restarts:10,2: a cosine that begins anew after 10 epochs, then 20,
+    40 ... plateau:3,0.1: times 0.1 after 3 evaluations without a better one, see --best-by.
+    FILE.py:NAME: your own function (step, steps, lr).
     """
     warmup_epochs: float | None = None
     """Epochs of linear warm-up from near 0 (default: 1, at most a tenth of the run)."""
@@ -375,14 +381,19 @@ class OptimizationConfig:
     inverse
     to how many training samples each has. None: equal ones.
     """
+    freeze: str = ""
+    """Parameters that are not trained, by names or patterns, separated by commas, such as
+    0.weight,layers.1.*
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "epochs max_steps stop_after batch_size", 1)
+        check_numbers(self, "max_time", 0, above=True)
         check_numbers(self, "lr", 0, above=True)
         check_numbers(self, "momentum label_smoothing", 0, 1)
         check_numbers(self, "warmup_epochs", 0, LONG)
         check_numbers(self, "weight_decay class_weights", 0)
-        _ = self.drops  # raises UsageError for a bad --lr-schedule
+        _ = self.rate_words  # raises UsageError for a bad --lr-schedule
         for option in ("loss", "optimizer"):
             check_idle(self, option, ONLY_WITH[option])
         require(
@@ -391,33 +402,74 @@ class OptimizationConfig:
             " own; leave it out",
         )
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names and patterns in --freeze."""
+        return _split_names(self.freeze)
+
     def rows(self, samples: int) -> int:
         """Return the rows of a batch from a training set of this size."""
         return samples if self.batch_size == "full" else min(self.batch_size, samples)
 
     @property
-    def drops(self) -> tuple[float, float] | None:
-        """Epochs between drops and the factor, of --lr-schedule step:EPOCHS,FACTOR; else None."""
-        if callable(self.lr_schedule):
-            return None
-        name, _, values = self.lr_schedule.partition(":")
-        if name != "step":
-            require(
-                self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule),
-                f"--lr-schedule is {self.lr_schedule}; give constant, cosine, step:EPOCHS,FACTOR or"
-                " FILE.py:NAME",
-            )
-            return None
-        try:
-            epochs, factor = map(float, (values or "10,0.1").split(","))
-        except ValueError:
-            epochs = factor = 0.0
+    def rate_words(self) -> tuple[str, tuple[float, float]]:
+        """The name in --lr-schedule and its two numbers; ("", (0, 0)) for a function.
+
+        Raises:
+            UsageError: for an unknown name, and for numbers out of range.
+        """
+        given = self.lr_schedule
+        if is_custom(given):
+            return "", (0.0, 0.0)
+        name, _, text = given.partition(":")
+        known = SCHEDULES.get(name)
         require(
-            0 < epochs < LONG and 0 < factor <= 1,
-            f"--lr-schedule is {self.lr_schedule}; give epochs and a factor up to 1, such as"
-            " step:10,0.1",
+            known is not None and (bool(known.example) or not text),
+            f"--lr-schedule is {given}; give constant, cosine, step:EPOCHS,FACTOR,"
+            " restarts:EPOCHS,GROWTH, plateau:EVALUATIONS,FACTOR or FILE.py:NAME",
         )
-        return epochs, factor
+        assert known is not None
+        if not known.example:
+            return name, (0.0, 0.0)
+        try:
+            first, second = map(float, (text or known.example).split(","))
+        except ValueError:
+            first = second = 0.0
+        least, most = known.range
+        require(
+            0 < first < LONG
+            and least <= second <= most
+            and second > 0
+            and (not known.whole or first.is_integer()),
+            f"--lr-schedule is {given}; give {known.words}, such as {name}:{known.example}",
+        )
+        return name, (first, second)
+
+
+class NamedSchedule(NamedTuple):
+    """The numbers of a schedule's name.
+
+    Attributes:
+        example: of its two numbers, which are the default; empty for none.
+        words: what they are.
+        range: of the second one.
+        whole: whether the first one is a whole number.
+    """
+
+    example: str = ""
+    words: str = ""
+    range: tuple[float, float] = (0.0, 1.0)
+    whole: bool = False
+
+
+SCHEDULES = {
+    "constant": NamedSchedule(),
+    "cosine": NamedSchedule(),
+    "step": NamedSchedule("10,0.1", "epochs and a factor up to 1"),
+    "restarts": NamedSchedule("10,2", "epochs and a growth from 1 to 10", (1.0, 10.0)),
+    "plateau": NamedSchedule("3,0.1", "evaluations and a factor up to 1", whole=True),
+}
+PLATEAU = "plateau"
 
 
 @dataclass(frozen=True)
@@ -578,6 +630,12 @@ class Config:
         )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision
+        require(
+            self.optimization.rate_words[0] != PLATEAU
+            or bool(run.eval_every.steps or run.eval_every.epochs),
+            "--lr-schedule plateau counts evaluations, and --eval-every 0 has none; leave one of"
+            " them out",
+        )
         require(
             run.ranks is None or not self.sync.simulate,
             "--ranks starts processes, and --simulate has its ranks in one; leave one of them out",

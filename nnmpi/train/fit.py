@@ -288,10 +288,13 @@ def _alone(model: Module) -> Iterator[None]:
             " copy: copy.deepcopy(model)"
         )
     vars(model)["_is_fitted"] = True
+    trainable = [(item, item.requires_grad) for item in model.parameters()]
     try:
         yield
     finally:
         del vars(model)["_is_fitted"]
+        for parameter, was in trainable:  # `freeze` is of this training
+            parameter.requires_grad = was
 
 
 # ---- from arguments to options ----

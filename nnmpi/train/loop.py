@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from types import FrameType
 from typing import ClassVar, Self, TypeAlias
 
@@ -37,7 +37,7 @@ from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress, Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.train.checkpoint import MemorySaver, RunState, Saver, state_values
-from nnmpi.train.config import FIT, flatten
+from nnmpi.train.config import FIT, PLATEAU, flatten
 from nnmpi.train.folder import code_of, resume_words
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
@@ -225,6 +225,9 @@ class Loop:
         self._tests: list[Batch] = []  # the test data, if small
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
+        self._is_over = False  # whether --max-time has passed, on rank 0
+        if state.elapsed_s >= (run.config.optimization.max_time or inf):
+            self.stopped = "as --max-time is over"
         self._lose_patience()  # a resumed run may have none left
 
     def run(self) -> None:
@@ -298,13 +301,28 @@ class Loop:
     def _finished(self) -> bool:
         return self.state.step >= self._run.extent.stop or bool(self.stopped)
 
+    def _evaluations_since(self, step: int) -> int:
+        """Return the number of evaluations after that of a step."""
+        every = self._run.config.run.eval_every
+        size = every.steps or every.epochs * self._run.extent.train_batches
+        return self.state.step // size - step // size
+
+    def _follow_plateau(self) -> None:
+        """Lower the rate after as many evaluations without a better one as --lr-schedule says."""
+        state = self.state
+        name, (patience, factor) = self._run.config.optimization.rate_words
+        since = max(state.best_step, state.rate_step)
+        if name == PLATEAU and self._evaluations_since(since) >= patience:
+            state.rate_scale, state.rate_step = state.rate_scale * factor, state.step
+            self.reporter.say(
+                [f"times {factor:g} from here on: the learning rate, {self.rate(state.step):.4g}"]
+            )
+
     def _lose_patience(self) -> None:
         """Stop if as many evaluations as --early-stopping have not beaten the best one."""
         options, state = self._run.config.run, self.state
-        every, batches = options.eval_every, self._run.extent.train_batches
-        size = every.steps or every.epochs * batches
         if options.early_stopping and (
-            state.step // size - state.best_step // size >= options.early_stopping
+            self._evaluations_since(state.best_step) >= options.early_stopping
         ):
             self.stopped = f"as no evaluation was better than that after step {state.best_step}"
 
@@ -342,7 +360,10 @@ class Loop:
             self.reporter.progress(self._here())
         if is_step and is_due(self._step, self._run.config.run.log_every):
             self._log()
-        return "stop" if self._recorder.asks_to_stop else ""
+        limit_s = self._run.config.optimization.max_time
+        if limit_s is not None and clock.now() - self._began >= limit_s:
+            self._is_over = True
+        return "stop" if self._recorder.asks_to_stop or self._is_over else ""
 
     def _here(self) -> RunState:
         """Return the state after the last reported step."""
@@ -378,6 +399,8 @@ class Loop:
         report = self._evaluate_if_due(ends_epoch)
         if self._run.config.run.callback and self._run.group.share(self._recorder.asks_to_stop):
             self.stopped, number = "as --callback asked", 0
+        if self._run.config.optimization.max_time and self._run.group.share(self._is_over):
+            self.stopped, number = "as --max-time is over", 0
         if ends_epoch or report or self._finished:
             self._note_row(report)
         if ends_epoch or self._finished:  # a run may end within an epoch
@@ -398,6 +421,7 @@ class Loop:
         self.reporter.evaluation("eval", self._on_time(), report)
         self.state = self._with_best(report)
         self._lose_patience()
+        self._follow_plateau()
         return report
 
     def _is_kept(self, report: Evaluation | None) -> bool:

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import UsageError
-from nnmpi.base.units import format_bytes, format_duration, format_seconds, parse_bytes
+from nnmpi.base.units import (
+    Seconds,
+    format_bytes,
+    format_duration,
+    format_seconds,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,24 @@ def test_seconds_are_rounded_before_the_unit_is_chosen():
     assert format_seconds(0.9996, 3) == "1 s" and format_seconds(0.0009996, 3) == "1 ms"
     assert format_seconds(120.0, 2) == "120 s" and format_seconds(0.1234567) == "123.5 ms"
     assert format_seconds(0.0) == "0 us" and format_seconds(2.5e-6) == "2.5 us"
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("3h", 10800),
+        ("1h30m", 5400),
+        ("90m", 5400),
+        ("45s", 45),
+        ("1m2.5s", 62.5),
+        ("10800.0", 10800),
+    ],
+)
+def test_times_are_read(text, seconds):
+    assert Seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "3 h", "-1s", "1s1m", "1d", "inf", "1e3"])
+def test_other_times_are_refused(text):
+    with pytest.raises(ValueError):
+        Seconds(text)

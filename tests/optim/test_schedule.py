@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnmpi.base.errors import UsageError
 from nnmpi.optim import (
     ConstantRate,
     Cosine,
@@ -14,6 +15,7 @@ from nnmpi.optim import (
     OneCycle,
     ReduceOnPlateau,
     StepDecay,
+    WarmRestarts,
     Warmup,
     linear_scaling,
 )
@@ -139,3 +141,16 @@ def test_a_plateau_goes_on_from_its_state():
             first(loss)
         second.load(json.loads(json.dumps(first.state())))
         assert [second(loss) for loss in losses[cut:]] == [first(loss) for loss in losses[cut:]]
+
+
+def test_warm_restarts_are_pytorchs():
+    """The numbers of CosineAnnealingWarmRestarts(T_0=3, T_mult=2), and of T_mult=1."""
+    growing = [WarmRestarts(1.0, 3, 2)(step) for step in range(10)]
+    assert growing[:4] == pytest.approx([1, 0.75, 0.25, 1])
+    assert growing[4:9] == pytest.approx([0.9330127, 0.75, 0.5, 0.25, 0.0669873])
+    assert growing[9] == 1
+    assert [WarmRestarts(1.0, 3, 1)(step) for step in range(3)] * 2 == [
+        WarmRestarts(1.0, 3, 1)(step) for step in range(6)
+    ]
+    with pytest.raises(UsageError, match="growth is 0.5; give a number of at least 1"):
+        WarmRestarts(1.0, 3, 0.5)

@@ -225,7 +225,59 @@ def test_own_losses_metrics_and_quantities():
     assert alone(result.evaluate).metrics["rmse"] == pytest.approx(result.history["test_rmse"][-1])
 
 
+HABITS = [
+    {"freeze": "1.*,4.bias"},
+    {"schedule": "plateau:1,0.5", "lr": 0.1, "epochs": 6},
+    {"schedule": "restarts:1,2"},
+]
+
+
+@pytest.mark.parametrize("options", HABITS)
+def test_what_is_frozen_and_what_rates_do_is_alike_in_layouts_and_on_resume(options, tmp_path):
+    def program(group, **more):
+        result = fitted(dtype="float64", **{**options, **more})
+        values = [*result.history.values(), result.predict(X[:5])]
+        result.release()
+        return [np.array(value, float) for value in values]
+
+    ((*expected,),) = simulate(program, 1)
+    for layout in (Layout(pp=2), Layout(tp=2), Layout(zero=3)):
+        for values in simulate(partial(program, layout=layout), 2):
+            for value, want in zip(values, expected, strict=True):
+                np.testing.assert_allclose(value, want, rtol=1e-9)
+    if options.get("schedule") == "plateau:1,0.5":
+        options = {**options, "checkpoint": tmp_path / "run", "warmup_epochs": 0}
+        whole = alone(partial(fitted, **{**options, "checkpoint": None}))
+        alone(partial(fitted, **{**options, "epochs": 4}))
+        assert same(alone(partial(fitted, **options)), whole)
+        rates = whole.history["learning_rate"]
+        assert rates[0] == 0.1 and rates[-1] < 0.1
+
+
+def test_a_time_ends_the_training_and_freezing_is_of_one():
+    result = alone(partial(fitted, max_time="1s", epochs=1_000_000))
+    assert result.stopped == "as --max-time is over" and 0 < result.step < 1_000_000
+    assert result.history["test_loss"][-1] is not None
+
+    def twice():
+        model = build()
+        fitted(model, freeze="1.*")
+        first = model.state()["1.weight"]
+        initial = build().initialize(seed=0).state()["1.weight"]
+        fitted(model)
+        return first, initial, model.state()["1.weight"]
+
+    first, initial, second = alone(twice)
+    assert np.array_equal(first, initial) and not np.array_equal(first, second)
+
+
 REFUSED = {
+    "freeze x. fits no parameter; they are called 1.weight": {"freeze": "x*"},
+    "freeze leaves nothing to train": {"freeze": "*"},
+    "schedule plateau counts evaluations": {"schedule": "plateau", "eval_every": 0},
+    "schedule is plateau:0.5,1; give evaluations and": {"schedule": "plateau:0.5,1"},
+    "schedule is restarts:2,0.5; give epochs and a growth": {"schedule": "restarts:2,0.5"},
+    "max_time is '3 weeks'; it must be a time such as": {"max_time": "3 weeks"},
     "momentun is not an option; did you mean momentum": {"momentun": 0.9},
     r"pp is a Layout's: give .*layout=nnmpi.Layout\(pp=": {"pp": 2},
     "label_smoothing is for loss cross-entropy": {"loss": "mse", "label_smoothing": 0.1},
