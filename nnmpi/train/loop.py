@@ -31,6 +31,7 @@ import nnmpi.base.clock as clock
 from nnmpi.base.command import as_words
 from nnmpi.base.custom import fault, name_of
 from nnmpi.base.errors import NnmpiError, UsageError, asks_to_stop
+from nnmpi.base.settled import Settled
 from nnmpi.comm.agreement import CollectivePhase, agreed
 from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import PARTS, StepReport, Totals
@@ -123,7 +124,7 @@ class Stopped(NnmpiError):
         self.exit_status = 128 + number
 
 
-class Moment:
+class Moment(Settled, read_once="step model trainer history"):
     """What a callback sees, on each rank, after an epoch or an evaluation.
 
     A callback may read and test the model, and set `lr`: from the next step on the schedule goes on

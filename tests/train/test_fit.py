@@ -173,6 +173,12 @@ def test_callbacks_see_the_model_and_change_the_rate(tmp_path):
 
         alone(partial(fitted, callbacks=broken))
 
+    def rename(moment):
+        moment.learning_rate = 0.1  # which would change nothing
+
+    with pytest.raises(NnmpiError, match=r"rename\(moment\) raised AttributeError"):
+        alone(partial(fitted, callbacks=rename))
+
 
 def test_one_after_another_and_in_one_another():
     whole, inner = alone(fitted), []
