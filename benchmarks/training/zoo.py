@@ -4,6 +4,7 @@
     python benchmarks/training/zoo.py --models resnet20,vgg11 --rounds 1
     python benchmarks/training/zoo.py --ranks 2                       # DataParallel, DDP over gloo
     python benchmarks/training/zoo.py --threads 2                     # of one rank
+    python benchmarks/training/zoo.py --precision bf16                # the processor's own
     python benchmarks/training/zoo.py --peers-python VENV/bin/python  # has PyTorch and JAX
 
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
@@ -15,6 +16,8 @@ rounds.
     nnmpi       `nnmpi.compile`, with the NumPy wheel alone and within `nnmpi.jit`
     PyTorch     eager in both layouts of images, and `torch.compile` of the model
     JAX         the whole step in one `jax.jit`, with donated buffers (zoo_jax.py)
+
+In bf16 nnmpi has `use_precision("bf16")`, and PyTorch `autocast`; JAX has no such line.
 """
 
 import argparse
@@ -74,7 +77,7 @@ def draw(name: str, rank: int, ranks: int) -> tuple[Any, Any]:
     return x[rows].copy(), y[rows].copy()
 
 
-def our_step(name: str, who: str, ranks: int) -> Callable[[], object]:
+def our_step(name: str, who: str, ranks: int, precision: str) -> Callable[[], object]:
     """Return a training step of nnmpi."""
     import nnmpi
     from nnmpi import nn, ops, optim
@@ -97,13 +100,17 @@ def our_step(name: str, who: str, ranks: int) -> Callable[[], object]:
         return loss
 
     def run() -> object:
-        with nnmpi.jit(who == OURS[1]), nn.training(step=optimizer.steps):
+        with (
+            nnmpi.jit(who == OURS[1]),
+            nnmpi.use_precision(precision),
+            nn.training(step=optimizer.steps),
+        ):
             return step(x, y).item()
 
     return run
 
 
-def their_step(name: str, who: str, ranks: int) -> Callable[[], object]:
+def their_step(name: str, who: str, ranks: int, precision: str) -> Callable[[], object]:
     """Return a training step of PyTorch."""
     import torch
     from torch import nn
@@ -129,8 +136,9 @@ def their_step(name: str, who: str, ranks: int) -> Callable[[], object]:
 
     def run() -> object:
         optimizer.zero_grad()
-        logits = forward(x)
-        loss = nn.functional.cross_entropy(logits.reshape(y.numel(), -1), y.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = forward(x)
+            loss = nn.functional.cross_entropy(logits.reshape(y.numel(), -1), y.flatten())
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -138,20 +146,20 @@ def their_step(name: str, who: str, ranks: int) -> Callable[[], object]:
     return run
 
 
-def jax_step(name: str, who: str, ranks: int) -> Callable[[], object]:
+def jax_step(name: str, who: str, ranks: int, precision: str) -> Callable[[], object]:
     """Return a training step of JAX."""
     from benchmarks.training import zoo_jax
 
     return zoo_jax.make_step(MODELS[name][0](zoo_jax.library()), *draw(name, 0, ranks))
 
 
-def take(name: str, who: str, steps: int, ranks: int) -> dict[str, Any]:
+def take(name: str, who: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of some steps, after four that count for nothing, and the peak memory."""
     make = our_step if who in OURS else jax_step if who == JAX else their_step
-    run = make(name, who, ranks)
-    alone = ranks == 1 and os.environ["OMP_NUM_THREADS"] == "1"
+    run = make(name, who, options.ranks, options.precision)
+    alone = options.ranks == 1 and os.environ["OMP_NUM_THREADS"] == "1"
     clock, seconds = time.process_time if alone else time.perf_counter, []
-    for _ in range(steps + 4):
+    for _ in range(options.steps + 4):
         begin = clock()
         run()
         seconds.append(clock() - begin)
@@ -164,6 +172,7 @@ def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | 
     python = sys.executable if who in OURS else options.peers_python
     words = [__file__, "--take", name, who]
     words += ["--steps", str(options.steps), "--ranks", str(options.ranks)]
+    words += ["--precision", options.precision]
     command, ranks = [python, *words], str(options.ranks)
     if options.ranks > 1 and who in OURS:
         command = [os.environ.get("NNMPI_MPIRUN", "mpirun"), "-n", ranks, *command]
@@ -198,6 +207,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each turn (10)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel (1)")
+    parser.add_argument(
+        "--precision", default="float32", choices=("float32", "bf16"), help="(float32)"
+    )
     parser.add_argument("--threads", default="1", metavar="N", help="of each rank (1)")
     parser.add_argument(
         "--peers-python", default=sys.executable, help="the Python that has the peers (this one)"
@@ -205,7 +217,7 @@ def main() -> None:
     parser.add_argument("--take", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.take:
-        taken = json.dumps(take(*options.take, options.steps, options.ranks))
+        taken = json.dumps(take(*options.take, options))
         ranks = [os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")]
         if {*ranks} == {"0"}:
             print(taken, flush=True)
@@ -218,7 +230,7 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     for name in options.models.split(","):
         left_out = {EAGER[1]} if len(MODELS[name][1]) < 4 else set()
-        left_out |= {JAX} if name in WITHOUT_JAX else set()
+        left_out |= {JAX} if name in WITHOUT_JAX or options.precision != "float32" else set()
         field = [who for who in contestants if who not in left_out]
         turns = [{who: start(name, who, options) for who in field} for _ in range(options.rounds)]
         medians, peaks = {}, {}
