@@ -2,7 +2,8 @@
 
 Reading order:
 
-    dataset         Dataset: samples and labels in memory; the split into training and test part
+    dataset         Dataset: samples and labels; the split into training and test part
+    lazy            arrays that are not in memory, whose rows a data set reads batch by batch
     catalogue       data sets by name or path: load reads, prepare downloads
     images          file formats: IDX (MNIST), CIFAR-10, folders of images
     readers         which function reads which files, a row for each form

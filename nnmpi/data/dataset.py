@@ -1,10 +1,11 @@
-"""Dataset: samples and labels in memory, and the split into a training and a test part."""
+"""Dataset: samples and labels, in memory or read by rows; and the split into two parts."""
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,15 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape, asarray, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.base.errors import DataError, UsageError, check_int, shortened
+from nnmpi.data.lazy import (
+    Chosen,
+    as_rows,
+    blocks,
+    change_rows,
+    is_lazy,
+    read_all,
+    sampled,
+)
 from nnmpi.data.names import CLASSES, COLUMNS, Names
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
@@ -25,6 +35,8 @@ MOST_CLASSES = 20  # more are said
 SURE_CLASSES = 1000  # up to this number, a set may have fewer labels than classes
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
+# What a statistic reads at a time: samples, and their bytes in float64.
+BLOCK_ROWS, BLOCK_BYTES = 4096, 2**25
 THEIRS = -100  # the same in PyTorch and Hugging Face's libraries
 # Names of parts, in any capitals: of folders, tables in a folder, arrays in a file. The first
 # held-out one that there is, is used.
@@ -58,7 +70,8 @@ def no_number(value: object, label: bool = False) -> str:
 
 
 def read_array(values: Any, name: str, label: bool = False) -> Array:
-    """Return an array: arrays of any library unchanged, other values converted by NumPy.
+    """Return an array: arrays of any library unchanged, also lazy ones (see `data.lazy`); other
+    values converted by NumPy.
 
     Args:
         values: an array, a table, a tensor, or nested lists of numbers.
@@ -69,6 +82,8 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
         DataError: for values other than numbers; the message has a remedy for categories and
             missing values.
     """
+    if is_lazy(values) and values.dtype.kind in "biuf":
+        return plain(as_rows(values))
     values = asarray(values)
     if is_array(values) and values.dtype.kind in "biuf":
         return plain(values)
@@ -91,18 +106,38 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
 def as_float32(name: str, values: Array) -> Array:
     """Return real numbers in float32; converted values must be finite, float32 input is unchecked.
 
+    Of a lazy array, rows are converted and checked when they are read; whether float32 can tell
+    the values of a table apart is judged by some rows.
+
     Raises:
         DataError: with the name and the index of the first value that is not finite.
     """
     if values.dtype == np.float32:
         return values
+    if is_lazy(values):
+        if values.ndim <= 2:
+            _check_told_apart(name, sampled(values))
+        return change_rows(values, partial(_narrow, name))
+    result = _narrow(name, values, range(len(values)))
+    if result.ndim <= 2:  # numbers of a table, not pixels
+        _check_told_apart(name, values)
+    return result
+
+
+def _check_told_apart(name: str, values: Array) -> None:
+    """Refuse a table's numbers, (n,) or (n, columns), that float32 cannot tell apart."""
+    columns = values.reshape(len(values), -1)
+    for column in lost_columns(columns, columns.astype(np.float32))[:1] if columns.size else ():
+        where = f"[:, {column}]" if values.ndim == 2 else ""
+        raise DataError(f"{name}{where}: {lost(columns[:, column])}")
+
+
+def _narrow(name: str, values: Array, numbers: Sequence[int] | Integers) -> Array:
+    """Return the rows with these numbers in float32; refuse what is not finite there."""
     result, wrong = narrowed(values)
     for index in wrong:
-        raise DataError(f"{name}{index}: {no_number(values[tuple(index)].item())}")
-    if result.ndim <= 2 and result.size:  # numbers of a table, not pixels
-        for column in lost_columns(values.reshape(len(values), -1), result)[:1]:
-            where = f"[:, {column}]" if result.ndim == 2 else ""
-            raise DataError(f"{name}{where}: {lost(values.reshape(len(values), -1)[:, column])}")
+        where = [int(numbers[index[0]]), *index[1:]]
+        raise DataError(f"{name}{where}: {no_number(values[tuple(index)].item())}")
     return result
 
 
@@ -248,18 +283,20 @@ class Samples(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Dataset(Samples):
-    """Labelled samples in memory.
+    """Labelled samples, in memory or read when their batch is made.
 
     Attributes:
         name: for messages and headers.
-        x: (n, *sample_shape): an array, a pandas or polars DataFrame, a PyTorch tensor, or lists.
+        x: (n, *sample_shape): an array, a pandas or polars DataFrame, a PyTorch tensor, or lists;
+            or an array that is not in memory, such as a memmap, h5py's or zarr's (`data.lazy`),
+            whose rows are read, converted and checked batch by batch.
             uint16 and uint32 are tokens, and so are other integers in the shape of y. All else is
             quantities: uint8 stays uint8 and `rows` converts it batch by batch, to save memory;
             other dtypes become float32. Images are (n, height, width, channels), grayscale with
             1 channel.
         y: (n,) or (n, ...). Integers become int64: labels in 0..classes-1, and `IGNORED` where a
             sample has several. Floats become float32: predicted quantities, or with classes=2
-            the probability of class 1.
+            the probability of class 1. Several numbers per sample may be a lazy array, too.
         classes: the number of classes; 0 for quantities.
         scale: factor from x to model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for
             floats).
@@ -268,6 +305,8 @@ class Dataset(Samples):
         target: the name or number of a table's label column, or empty.
         encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
         notes: sentences about what was left out of a table or replaced in it; files beside images.
+        places: (n,), the row of each sample where it is stored, if samples have another order
+            there, as after a `split`; else None.
 
     Raises:
         DataError: when the shapes of x and y do not match or a label is out of range.
@@ -289,13 +328,19 @@ class Dataset(Samples):
     target: str = ""
     encoding: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
+    places: Integers | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_int("classes", self.classes, 0)
         x = read_array(self.x, f"samples of {self.name}")
         y = read_array(self.y, f"labels of {self.name}", True)
+        if prod(y.shape[1:]) == 1:  # few bytes, beside those of a sample
+            y = read_all(y)
         full = y.dtype.kind in "biu"
-        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: the target", y)
+        if not full:
+            y = as_float32(f"{self.name}: the target", y)
+        elif y.dtype != np.int64:
+            y = change_rows(y, lambda rows, _: rows.astype(np.int64))
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
             x.dtype.kind not in "iu" or x.shape != y.shape
         ):
@@ -309,8 +354,8 @@ class Dataset(Samples):
                 " the table with to_csv(path, index=False), read it with index_col=0, or give the"
                 " column a name if it is a feature"
             )
-        for field, value in (("x", x), ("y", y), ("columns", columns)):
-            object.__setattr__(self, field, value)
+        for name, value in (("x", x), ("y", y), ("columns", columns)):
+            object.__setattr__(self, name, value)
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(
                 f"{self.name}: samples of shape {self.x.shape} and labels of shape {self.y.shape}; "
@@ -331,8 +376,24 @@ class Dataset(Samples):
                 f"{self.name}: quantities are predicted in {self.classes} classes; give classes=0,"
                 " or whole numbers"
             )
-        if full:
-            fits = (self.y >= (IGNORED if self.y.ndim > 1 else 0)) & (self.y < self.classes)
+        if not self._reads_targets:
+            for first, rows in blocks(self.y):
+                self._check_targets(rows, range(first, first + len(rows)))
+
+    @cached_property
+    def _reads_targets(self) -> bool:
+        """Whether targets are read, and checked, when their batch is made."""
+        return prod(self.target_shape) > 1 and is_lazy(self.y)
+
+    def _check_targets(self, y: NDArray[Any], numbers: Sequence[int] | Integers) -> None:
+        """Refuse labels outside of the classes, and quantities that are not finite.
+
+        Args:
+            y: rows of labels.
+            numbers: of their samples.
+        """
+        if y.dtype.kind in "iu":
+            fits = (y >= (IGNORED if y.ndim > 1 else 0)) & (y < self.classes)
             what, expected = "label", f"in 0..{self.classes - 1}"
         else:
             most, expected = (
@@ -340,14 +401,16 @@ class Dataset(Samples):
                 if self.classes == 0
                 else (1, "from 0 to 1")
             )
-            fits, what = np.abs(self.y) <= most, "target"
-        for index in np.argwhere(~fits)[:1].tolist():
-            value = self.y[tuple(index)]
-            mark = f"; what does not count is {IGNORED}, nnmpi.data.IGNORED"
-            raise DataError(
-                f"{self.name}: {what} {value} of sample {index[0]} is not {expected}"
-                + mark * int(value == THEIRS)
-            )
+            fits, what = np.abs(y) <= most, "target"
+        if fits.all():
+            return
+        index = np.argwhere(~fits)[0].tolist()
+        value = y[tuple(index)]
+        mark = f"; what does not count is {IGNORED}, nnmpi.data.IGNORED"
+        raise DataError(
+            f"{self.name}: {what} {value} of sample {numbers[index[0]]} is not {expected}"
+            + (mark if value == THEIRS else "")
+        )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -389,11 +452,17 @@ class Dataset(Samples):
 
         R2 compares a model's squared error with it.
         """
-        return (
-            float(np.var(self.y, axis=0, dtype=np.float64).mean())
-            if self.predicts == "quantities"
-            else None
-        )
+        if self.predicts != "quantities":
+            return None
+        mean = sum(y.sum(axis=0, dtype=np.float64) for y in self.label_blocks()) / len(self)
+        squares = sum(np.square(y - mean).sum(axis=0) for y in self.label_blocks())
+        return float((squares / len(self)).mean())
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest number of x, before the scale; 0 without samples."""
+        parts = (self.x.take(cut, axis=0) for cut in self.index_blocks())
+        return max((float(x.max(initial=0)) for x in parts), default=0.0)
 
     def describe_targets(self) -> str:
         """Return the number of classes or quantities as text."""
@@ -412,23 +481,32 @@ class Dataset(Samples):
     @cached_property
     def vocabulary(self) -> int:
         """The largest token plus one; 0 for quantities."""
-        return int(self.x.max(initial=0)) + 1 if self.is_tokens else 0
+        return int(self.largest) + 1 if self.is_tokens else 0
 
     @cached_property
     def targets(self) -> Integers | None:
-        """The number of targets per sample, (n,); None if each sample has one."""
+        """The number of targets per sample, (n,); None if each sample has one.
+
+        Labels that are not in memory are all read for it, in blocks.
+        """
         if self.y.ndim == 1 or self.predicts != "classes":
             return None
-        return np.asarray((self.y >= 0).sum(axis=tuple(range(1, self.y.ndim))), np.int64)
+        axes = tuple(range(1, self.y.ndim))
+        counts = [(rows >= 0).sum(axis=axes, dtype=np.int64) for _, rows in blocks(self.y)]
+        return np.concatenate([np.zeros(0, np.int64), *counts])
 
     @cached_property
     def identity(self) -> str:
-        """A hash of samples, labels and scale."""
+        """A hash of samples, labels and scale; what is not in memory is read in blocks."""
         result = hashlib.sha256(
             f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode()
         )
         for array in (self.x, self.y):
-            result.update(np.ascontiguousarray(array).data)
+            if isinstance(array, Chosen):  # its source in the order of storage
+                result.update(array.places.data)
+                array = array.source
+            for _, rows in blocks(array):
+                result.update(np.ascontiguousarray(rows).data)
         return result.hexdigest()
 
     def rows(
@@ -442,11 +520,34 @@ class Dataset(Samples):
 
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
-        return self.y[indices]
+        y = self.y.take(indices, axis=0)
+        if self._reads_targets:
+            self._check_targets(y, indices)
+        return y
+
+    def index_blocks(self) -> Iterator[Integers]:
+        """Yield the indices of all samples, as they are stored, in blocks for a statistic."""
+        order = np.arange(len(self)) if self.places is None else np.argsort(self.places)
+        largest = max(1, prod(self.sample_shape), prod(self.target_shape))
+        step = min(BLOCK_ROWS, max(1, BLOCK_BYTES // (8 * largest)))
+        for first in range(0, len(self), step):
+            yield order[first : first + step]
+
+    def label_blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield all labels, as they are stored, in blocks."""
+        return (self.labels(cut) for cut in self.index_blocks())
 
     def take(self, indices: Integers) -> "Dataset":
-        """Return a data set of the samples at these indices, in that order, copied."""
-        return replace(self, x=self.x[indices], y=self.y[indices])
+        """Return a data set of the samples at these indices, in that order.
+
+        They are copied if they are in memory; else they are still read when their batch is made.
+        """
+        places = indices if self.places is None else self.places[indices]
+        return replace(self, x=_chosen(self.x, indices), y=_chosen(self.y, indices), places=places)
+
+
+def _chosen(array: Any, indices: Integers) -> Any:
+    return Chosen(array, indices) if is_lazy(array) else array[indices]
 
 
 def as_yes_or_no(dataset: Dataset) -> Dataset:
@@ -455,20 +556,21 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
     Raises:
         DataError: for more than 2 classes, `IGNORED` labels, and quantities outside 0..1.
     """
+    least = min((y.min() for y in dataset.label_blocks()), default=0)
     if dataset.predicts == "quantities":
-        if dataset.y.min() < 0:
+        if least < 0:
             raise DataError(
-                f"{dataset.name}: a target is {dataset.y.min()}; for yes or no give numbers from 0"
-                " to 1"
+                f"{dataset.name}: a target is {least}; for yes or no give numbers from 0 to 1"
             )
         return replace(dataset, classes=2)
-    if dataset.classes > 2 or (dataset.y < 0).any():
+    if dataset.classes > 2 or least < 0:
         raise DataError(
             f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1"
         )
     # one class alone, of a file to evaluate: its name says which of the model's two it is
     names = (dataset.class_names * 2)[:2]
-    return replace(dataset, y=dataset.y.astype(np.float32), classes=2, class_names=names)
+    y = change_rows(dataset.y, lambda rows, _: rows.astype(np.float32))
+    return replace(dataset, y=y, classes=2, class_names=names)
 
 
 def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:

@@ -38,6 +38,7 @@ from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
 from nnmpi.data.items import USED_UP, as_samples
+from nnmpi.data.lazy import is_lazy, sampled
 from nnmpi.data.names import Names, agree
 from nnmpi.data.sampler import (
     Cut,
@@ -203,7 +204,7 @@ class Batch:
 class Order:
     """What decides which samples a loader's batches hold, and in which order: a `loop.Origin`.
 
-    Data in memory are compared by a checksum, which is computed when it is first asked for.
+    Data are compared by a checksum, which is computed when it is first asked for.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -231,8 +232,13 @@ class Order:
 
     @cached_property
     def _samples(self) -> str:
+        """A checksum of all samples in memory; of others, of some rows."""
         values = vars(self._dataset).values()
-        arrays = [item for item in values if type(item) is np.ndarray and item.dtype != object]
+        arrays = [
+            sampled(item) if is_lazy(item) else item
+            for item in values
+            if is_lazy(item) or (type(item) is np.ndarray and item.dtype != object)
+        ]
         return f"samples with the checksum {checksum(*arrays)}"
 
     def transformed(self) -> str | None:
@@ -559,6 +565,9 @@ class Loader(Settled, read_once="group"):
     def _takes_long(self) -> bool:
         """Whether making a part of a batch may take longer than handing it over from a thread."""
         if self.dataset.is_tokens or not self._only_normalizes:
+            return True
+        x = getattr(self.dataset, "x", None)
+        if is_lazy(x) and not isinstance(x, np.ndarray):
             return True
         return self._part_bytes > SMALL_BYTES
 

@@ -44,8 +44,6 @@ def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> 
     return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
-# What a normalization is fitted to at a time: samples, and their bytes in float64.
-FIT_ROWS, FIT_BYTES = 4096, 2**25
 Draw: TypeAlias = Callable[[str, int], Integers]
 
 
@@ -104,8 +102,7 @@ class Normalize:
         """
         axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
         count = prod(train.x.shape[axis] for axis in axes)
-        rows = min(FIT_ROWS, max(1, FIT_BYTES // (8 * max(1, prod(train.sample_shape)))))
-        cuts = [np.arange(i, min(i + rows, len(train))) for i in range(0, len(train), rows)]
+        cuts = [*train.index_blocks()]
         mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
         squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)
         std = np.sqrt(squares / count)

@@ -398,7 +398,7 @@ def weigh(weights: Sequence[float] | str, train: Samples) -> Array:
     if not isinstance(train, Dataset) or train.predicts != "classes":
         raise UsageError("--class-weights is for classes, which the data have not; leave it out")
     if weights == "balanced":
-        counts = np.bincount(train.y[train.y >= 0], minlength=train.classes)
+        counts = sum(np.bincount(y[y >= 0], minlength=train.classes) for y in train.label_blocks())
         return len(train) / (train.classes * np.maximum(counts, 1))
     if len(weights) != train.classes or not any(weights):
         given = " ".join(f"{item:g}" for item in weights)

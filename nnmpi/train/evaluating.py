@@ -21,6 +21,7 @@ from nnmpi.compose.losses import (
 from nnmpi.compose.scalars import LOSS, SCORE, WEIGHTS, DeferredScalars
 from nnmpi.data.cells import class_key
 from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.data.lazy import change_rows
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.metrics.metric import Metric
 from nnmpi.tensor.tensor import Tensor
@@ -127,7 +128,8 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         return samples
     x = samples.x
     if not samples.is_tokens and not (x.dtype == np.uint8 and signature.stored == BYTES):
-        x = signature.scaled(x, name=f"samples of {samples.name}")
+        of = f"samples of {samples.name}"
+        x = change_rows(x, lambda rows, numbers: signature.scaled(rows, name=of, numbers=numbers))
     labels, predicts, shape = samples.y, samples.predicts, samples.target_shape
     if predicts != signature.predicts or (
         predicts != "classes" and shape != signature.target_shape
@@ -150,7 +152,7 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
                 )
         numbers = np.array([known.index(key) for key in keys], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
-        labels = numbers[labels.astype(np.int64)]
+        labels = change_rows(labels, lambda rows, _: numbers[rows.astype(np.int64)])
     notes = samples.notes
     if model_names and not names and [*model_names] != [*map(str, range(len(model_names)))]:
         notes += (f"labels are numbers of the model's classes, 0 for {model_names[0]!r}",)

@@ -26,7 +26,7 @@ from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
-from nnmpi.train.signature import ModelSignature
+from nnmpi.train.signature import ModelSignature, fit_targets
 
 LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
 
@@ -114,7 +114,9 @@ def _samples(samples: Samples, signature: ModelSignature) -> str:
     targets, scale = f"{samples.classes} classes", ""
     if isinstance(samples, Dataset):
         targets = samples.describe_targets()
-        largest = abs(samples.y).max(initial=0.0) if samples.predicts == "quantities" else 0.0
+        largest = 0.0
+        if samples.predicts == "quantities" and not signature.target_mean:
+            largest = max((float(abs(y).max()) for y in samples.label_blocks()), default=0.0)
         if signature.target_mean:
             scale = (
                 f" of standard deviation {signature.target_std:.4g}, normalized for the training"
@@ -122,7 +124,7 @@ def _samples(samples: Samples, signature: ModelSignature) -> str:
         elif largest > LARGE_TARGET:
             scale = (
                 f" up to {largest:.4g}, which are not normalized: divide such large ones by their"
-                f" standard deviation, {samples.y.std():.4g}, or they are hardly learned"
+                f" standard deviation, {fit_targets(samples)[1]:.4g}, or they are hardly learned"
             )
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}{scale}"
 

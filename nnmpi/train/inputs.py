@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -205,7 +206,7 @@ def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
     """Return whether the samples as model input take at most SMALL_BYTES, in float32."""
     if not isinstance(samples, Dataset) or samples.is_tokens or dtype != "float32":
         return False
-    return samples.x.size * np.dtype(dtype).itemsize <= SMALL_BYTES
+    return prod(samples.x.shape) * np.dtype(dtype).itemsize <= SMALL_BYTES
 
 
 def as_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:

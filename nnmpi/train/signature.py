@@ -18,12 +18,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Integers
 from nnmpi.base.errors import CheckpointError, DataError
 from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
 from nnmpi.data.columns import Encoding, plain
 from nnmpi.data.dataset import Dataset, Predicts, Samples, narrowed
+from nnmpi.data.lazy import change_rows
 from nnmpi.data.tables import TableRules, find_places
 from nnmpi.data.transform import Normalize
 
@@ -96,17 +97,14 @@ class ModelSignature:
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
-        if stored == BYTES and samples.x.max(initial=0) * samples.scale <= 1:
+        if stored == BYTES and samples.largest * samples.scale <= 1:
             last["top"] = 1.0
         if normalize is not None:
             last |= {
                 name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
             }
         if normalize_targets and samples.predicts == "quantities":
-            y = samples.y.astype(np.float64)
-            mean = y.mean(axis=tuple(range(max(y.ndim - 1, 1))))
-            # of all columns: their weights in the loss stay
-            std = float(np.sqrt(np.square(y - mean).mean()))
+            mean, std = fit_targets(samples)
             last |= {"target_mean": tuple(np.ravel(mean).tolist()), "target_std": std or 1.0}
         return cls(*first, samples.class_names, stored, samples.scale, **last)
 
@@ -129,8 +127,10 @@ class ModelSignature:
         """Return samples with the targets that the model learns: normalized, if they are."""
         if not self.target_mean or not isinstance(samples, Dataset):
             return samples
-        y = (samples.y.astype(np.float64) - self._target_mean) / self.target_std
-        return replace(samples, y=y.astype(np.float32))
+        return replace(samples, y=change_rows(samples.y, self._normalized_targets))
+
+    def _normalized_targets(self, y: Array, numbers: Integers) -> Array:
+        return ((y.astype(np.float64) - self._target_mean) / self.target_std).astype(np.float32)
 
     def in_units(self, outputs: Array) -> Array:
         """Return quantities, (n, *target_shape), in the data's units, from the model's outputs."""
@@ -185,7 +185,8 @@ class ModelSignature:
         if () in (tuple(columns), self.columns) or tuple(columns) == self.columns:
             return x
         encoding = plain(self.columns, len(self.columns))
-        return x[:, find_places(source, columns, encoding)]
+        places = find_places(source, columns, encoding)
+        return change_rows(x, lambda rows, _: rows[:, places])
 
     def name_of(self, number: int) -> str:
         """Return the name of a class, or its number without names."""
@@ -217,7 +218,13 @@ class ModelSignature:
             return x.astype(np.int64)
         return self.normalized(self.scaled(x, dtype))
 
-    def scaled(self, x: Array, dtype: str = "float32", name: str = "samples") -> Array:
+    def scaled(
+        self,
+        x: Array,
+        dtype: str = "float32",
+        name: str = "samples",
+        numbers: Integers | None = None,
+    ) -> Array:
         """Return numbers on the scale of the model's, before the normalization.
 
         For a model of bytes, integers are bytes. Floats are bytes or scaled already; each sample
@@ -226,16 +233,18 @@ class ModelSignature:
         Args:
             x: (n, *sample_shape), numbers.
             dtype: of the result.
-            name: of the samples, for the error.
+            name, numbers: of the samples, for the error; None for numbers from 0 on.
 
         Raises:
             DataError: for bytes, if the model's were not, for samples of floats that fit neither
                 scale or both, and for NaN and infinity.
         """
         result, wrong = narrowed(x, dtype)
+        numbers = np.arange(len(x)) if numbers is None else numbers
         for index in wrong:
+            where = [int(numbers[index[0]]), *index[1:]]
             raise DataError(
-                f"{name}{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
+                f"{name}{where} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
                 " sample out, or scale it"
             )
         if x.dtype == np.uint8 and self.stored != BYTES:
@@ -256,8 +265,8 @@ class ModelSignature:
         for row in np.flatnonzero(~is_clear)[:1].tolist():
             both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"
             raise DataError(
-                f"{name}[{row}] is from {least[row]:.4g} to {most[row]:.4g}, but the model's were"
-                f" bytes, and then from 0 to {top:.4g}; give them in either form"
+                f"{name}[{numbers[row]}] is from {least[row]:.4g} to {most[row]:.4g}, but the"
+                f" model's were bytes, and then from 0 to {top:.4g}; give them in either form"
                 f"{both if is_bytes[row] else ''}"
             )
         result[is_bytes] *= np.asarray(self.scale, dtype)
@@ -280,6 +289,20 @@ class ModelSignature:
             return rebuilt(cls, values)
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
+
+
+def fit_targets(samples: Dataset) -> tuple[Array, float]:
+    """Return the mean of each column (channel) of quantities, and one standard deviation of all.
+
+    It is one, so that the columns keep their weights in the loss.
+    """
+    axes = tuple(range(max(samples.y.ndim - 1, 1)))
+    count = len(samples) * prod(samples.target_shape)
+    columns = prod(samples.target_shape[-1:])
+    sums = sum(y.astype(np.float64).sum(axes) for y in samples.label_blocks())
+    mean = np.asarray(sums) / (count // columns)
+    squares = sum(np.square(y - mean).sum() for y in samples.label_blocks())
+    return mean, float(np.sqrt(squares / count))
 
 
 def versions() -> dict[str, str]:

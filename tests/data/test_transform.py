@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError
 from nnmpi.data import ColorJitter, Compose, Cutout, Dataset, Flip, Normalize, Rotate, Shift
-from nnmpi.data.transform import FIT_BYTES, integers
+from nnmpi.data.dataset import BLOCK_BYTES
+from nnmpi.data.transform import integers
 from tests.harness.refusals import refuses, usage_error
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
@@ -171,7 +172,7 @@ def test_large_images_are_fitted_in_little_memory():
     tracemalloc.stop()
     np.testing.assert_allclose(fitted.std, (x / 255).std((0, 1, 2)), rtol=1e-9)
     # a block, its difference from the mean and its square; of all images these would be 240 MB
-    assert peak < 4 * FIT_BYTES
+    assert peak < 4 * BLOCK_BYTES
 
 
 def test_constant_channel_is_only_centred():
