@@ -110,8 +110,8 @@ OBJECTS = {
     ),
     data.Loader: (
         lambda kind: kind(rows(), 30),
-        "dataset batch_size seed rank world microbatches whole_microbatches shuffle partition"
-        " transform dtype workers",
+        "dataset batch_size seed rank world microbatches whole_microbatches shuffle shuffle_block"
+        " partition transform dtype workers",
     ),
     data.Dataset: (lambda kind: kind("mine", np.ones((2, 3)), np.array([0, 1]), 2), ""),
     data.Compose: (lambda kind: kind(data.Flip()), "transforms"),
@@ -344,6 +344,7 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on():
     changes = {
         "batch_size": 40,
         "seed": 3,
+        "shuffle_block": 8,
         "shuffle": False,
         "microbatches": 3,
         "world": 2,
@@ -359,6 +360,8 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on():
     for name, value in changes.items():
         if name == "dataset":
             given["transform"] = loader.transform = None  # which is of images
+        if name == "shuffle":
+            given["shuffle_block"] = loader.shuffle_block = None
         setattr(loader, name, value)
         given[name] = value
         other = data.Loader(**{"dataset": rows(), **given})

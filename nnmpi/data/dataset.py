@@ -210,10 +210,13 @@ class Samples(ABC):
     Attributes:
         name: for messages and headers.
         classes: the number of classes; for texts, the size of the vocabulary.
+        places: (n,), the row of each sample where it is stored, if samples have another order
+            there, as after a `split`; else None.
     """
 
     name: str
     classes: int
+    places: Integers | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -305,8 +308,7 @@ class Dataset(Samples):
         target: the name or number of a table's label column, or empty.
         encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
         notes: sentences about what was left out of a table or replaced in it; files beside images.
-        places: (n,), the row of each sample where it is stored, if samples have another order
-            there, as after a `split`; else None.
+        places: see `Samples`.
 
     Raises:
         DataError: when the shapes of x and y do not match or a label is out of range.

@@ -277,6 +277,15 @@ def blocks(x: Any, most_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, Array]]
         yield first, x[first : first + step]
 
 
+def keep_rows(x: Any, count: int) -> None:
+    """Let an array that is read in chunks keep those of so many rows, or more."""
+    while not isinstance(x, Chunked):
+        x = getattr(x, "source", None)
+        if x is None:
+            return
+    x.keep(max(KEPT_BYTES, count * row_bytes(x)))
+
+
 def row_bytes(x: Any) -> int:
     """Return the bytes of a row."""
     return prod(x.shape[1:]) * int(x.dtype.itemsize)

@@ -38,13 +38,15 @@ from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
 from nnmpi.data.items import USED_UP, as_samples
-from nnmpi.data.lazy import is_lazy, sampled
+from nnmpi.data.lazy import is_lazy, keep_rows, sampled
 from nnmpi.data.names import Names, agree
 from nnmpi.data.sampler import (
+    POOL_BLOCKS,
     Cut,
     by_length,
     check_partition,
     cut_batch,
+    in_blocks,
     order,
     partition_order,
     partition_samples,
@@ -210,9 +212,10 @@ class Order:
     def __init__(self, loader: Loader) -> None:
         self.world, self._dataset = loader.world, loader.dataset
         self._transform, self._kind = loader.transform, loader._kind
-        names = "batch_size", "seed", "shuffle", "partition", "microbatches", "world"
+        of_epochs = "batch_size", "seed", "shuffle", "shuffle_block"
+        names = *of_epochs, "partition", "microbatches", "world"
         self._settings = {name: getattr(loader, name) for name in names}
-        self.of_epochs = {name: self._settings[name] for name in names[:3]}
+        self.of_epochs = {name: self._settings[name] for name in of_epochs}
         self.of_epochs["samples"] = len(loader.dataset)
 
     @property
@@ -286,6 +289,9 @@ class Loader(Settled, read_once="group"):
         microbatches: the number of microbatches per batch, which are computed one by one to save
             memory.
         whole_microbatches: give each rank whole microbatches (possibly none), not a shard of each.
+        shuffle_block: for files that are slow at single rows: shuffle blocks of so many samples
+            that are stored one after another, and samples within pools of blocks; None for a full
+            shuffle. See `data.sampler`.
         partition: "none", or a fixed partition of the samples over the ranks: see `data.sampler`.
             With a partition, batches depend on the number of ranks.
         transform: a function (x, indices, epoch, seed) -> x with other values; see
@@ -317,6 +323,7 @@ class Loader(Settled, read_once="group"):
     microbatches: int = 1
     whole_microbatches: bool = False
     shuffle: bool = True
+    shuffle_block: int | None = None
     partition: str = "none"
     transform: Transform | None = None
     dtype: DTypeLike = "float32"
@@ -351,6 +358,8 @@ class Loader(Settled, read_once="group"):
             )
         if self.workers is not None:
             check_int("workers", self.workers, 0)
+        if self.shuffle_block is not None:
+            self._read_blocks(check_int("shuffle_block", self.shuffle_block))
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(
@@ -397,6 +406,20 @@ class Loader(Settled, read_once="group"):
         yield from rest
         if start and rest.loop.had_no_updates:
             yield from self._batches(epoch, range(start), follows=True, rereads=True)
+
+    def _read_blocks(self, rows: int) -> None:
+        """Check that samples can be shuffled in blocks, and let a file's chunks be kept for a pool.
+
+        Raises:
+            UsageError: for settings that give another order.
+        """
+        if not self.shuffle or self.partition != "none":
+            other = "shuffle=False" if not self.shuffle else f"the partition {self.partition!r}"
+            raise UsageError(
+                f"{other} has an order of its own, without shuffle_block={rows}; leave one out"
+            )
+        for array in (getattr(self.dataset, name, None) for name in "xy"):
+            keep_rows(array, POOL_BLOCKS * rows)
 
     @property
     def source(self) -> Order:
@@ -583,9 +606,14 @@ class Loader(Settled, read_once="group"):
         Sentences of similar length share a batch. With a partition, each rank's rows hold its own
         samples, so that the order depends on the number of ranks.
         """
+        count = len(self.dataset)
         if self.partition != "none":
             return partition_order(self._shards, self._owners, self.seed, epoch)
-        result = order(len(self.dataset), self.seed, epoch, self.shuffle)
+        if self.shuffle_block is None:
+            result = order(count, self.seed, epoch, self.shuffle)
+        else:
+            places = self.dataset.places
+            result = in_blocks(count, self.shuffle_block, self.seed, epoch, places)
         lengths = self.dataset.lengths
         if lengths is None or not self.shuffle:
             return result

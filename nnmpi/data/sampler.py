@@ -7,6 +7,17 @@ short. The rows of a global batch are sharded contiguously over the ranks:
     rank 0    7 2     | 4 8     | 3
     rank 1        9 0 |     1 5 |   6
 
+With `in_blocks`, an epoch's order follows where the samples are stored, for files that are slow at
+single rows: blocks of consecutive rows are shuffled, and then the samples within each pool of them:
+
+    blocks of 2    0 1 | 2 3 | 4 5 | 6 7 | 8 9
+    shuffled       6 7 | 2 3 | 8 9 | 0 1 | 4 5
+    pools of 3     6 9 2 7 8 3     | 4 0 1 5
+
+A batch then reads of POOL_BLOCKS blocks, and is less random than b samples of all. Where samples
+beside one another are alike, with a correlation r in their block, the mean of b samples has
+1 + (b - 1) r / POOL_BLOCKS times the variance; where the order of the file is random, r is 0.
+
 A batch is cut into microbatches first. Each is sharded, or given to one rank
 (`whole_microbatches`):
 
@@ -37,6 +48,7 @@ from nnmpi.backend.random import stream
 from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import part, split
 
+POOL_BLOCKS = 16  # blocks whose samples are shuffled together: more need more memory or more reads
 POOL = 50  # batches sorted together: a larger pool saves padding and makes batches less random
 
 
@@ -52,6 +64,26 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
     if not shuffle:
         return np.arange(n, dtype=np.int64)
     return stream(seed, "order", epoch).permutation(n)
+
+
+def in_blocks(n: int, rows: int, seed: int, epoch: int, places: Integers | None = None) -> Integers:
+    """Return an epoch's order for samples that are read in blocks: (n,); see the module.
+
+    Args:
+        n: samples of the training set.
+        rows: samples of a block.
+        seed, epoch: as for `order`.
+        places: (n,), where the samples are stored; None for the data set's order.
+    """
+    stored = np.arange(n, dtype=np.int64) if places is None else np.argsort(places)
+    count = -(-n // rows)
+    draws = stream(seed, "order in blocks", epoch)
+    blocks = draws.permutation(count)
+    pools = list[Integers]()
+    for pool in split(count, max(1, -(-count // POOL_BLOCKS))):
+        samples = [stored[block * rows :][:rows] for block in blocks[pool.start : pool.stop]]
+        pools.append(draws.permutation(np.concatenate([stored[:0], *samples])))
+    return np.concatenate([stored[:0], *pools])
 
 
 def by_length(

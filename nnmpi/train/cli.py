@@ -15,7 +15,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from nnmpi.base.command import Console, as_words, read_words
+from nnmpi.base.command import Console, as_words, flag_of, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_toml
 from nnmpi.base.launcher import (
@@ -63,8 +63,8 @@ RANKS = ("--ranks", "-n")
 # Options that cannot change on resume: weights, data and sample order depend on them.
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context
-dataset target tokenizer text_columns text_samples test_fraction normalize partition batch_size
-optimizer loss class_weights dtype seed sum compress best_by
+dataset target tokenizer text_columns text_samples test_fraction normalize partition
+shuffle_block batch_size optimizer loss class_weights dtype seed sum compress best_by
 """
 
 
@@ -200,9 +200,11 @@ def read_file(file: Path) -> dict[str, Any]:
 
 def refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     """Refuse options that a resumed run cannot change; a data set's file may have moved."""
-    given = flatten(config)
+    if not resumed:
+        return
+    given, defaults = flatten(config), flatten(Config())
     for name in FIXED.split():
-        before = plain(resumed.get(name, given[name]))
+        before = plain(resumed.get(name, defaults[name]))  # of a run that is older than the option
         paths = {str(before), str(given[name])}
         has_moved = (
             name == "dataset"
@@ -210,7 +212,10 @@ def refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
             and not paths & {*NAMES}
         )
         if before != given[name] and not has_moved:
-            was, now = as_words(name, before), as_words(name, given[name])
+            was, now = (
+                f"no {flag_of(name)}" if value is None else as_words(name, value)
+                for value in (before, given[name])
+            )
             raise UsageError(
                 f"--resume {given['resume']}: the run has {was}, which cannot change to {now};"
                 " leave it out, or start a new run with another --out"

@@ -292,6 +292,10 @@ class DataConfig:
     """Samples each worker draws from. none: all. iid: a fixed random part of its own. label: its
     own part of the samples sorted by class, as different between workers as possible.
     """
+    shuffle_block: int | None = None
+    """Shuffle blocks of so many consecutive samples, and samples within pools of 16 blocks, for
+    files that are slow at single rows (default: all samples are shuffled).
+    """
 
     normalize: bool = True
     """Subtract the training set's mean and divide by its standard deviation, per channel or column.
@@ -312,6 +316,11 @@ class DataConfig:
             " commas, or leave it out",
         )
         check_numbers(self, "sample_shape", 1)
+        check_numbers(self, "shuffle_block", 1)
+        require(
+            self.shuffle_block is None or self.partition == "none",
+            f"--partition {self.partition} has an order of its own; leave out --shuffle-block",
+        )
         require(
             self.tokenizer != "",
             "--tokenizer is empty; give characters, bytes, or the path of a saved one",

@@ -41,7 +41,9 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     if mode != "float32":
         how = "" if backend.is_device else f" ({describe_products()})"
         precision = f", precision {mode}{how}"
-    partition = "" if config.data.partition == "none" else f", partition {config.data.partition}"
+    order = "" if config.data.partition == "none" else f", partition {config.data.partition}"
+    if config.data.shuffle_block is not None:
+        order = f", shuffled in blocks of {config.data.shuffle_block}"
     kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
     named = [
@@ -64,7 +66,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         *describe_device(backend, group, config.run.verbose),
         (
             f"data: {train.name}, {len(train)} training and {len(test)} test"
-            f" {_samples(train, inputs.signature)}{partition}"
+            f" {_samples(train, inputs.signature)}{order}"
         ),
         *(
             [f"{_noted(train)}: {with_options('; '.join(train.notes))}"]

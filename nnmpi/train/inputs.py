@@ -193,6 +193,7 @@ def load_inputs(
                 microbatches=parts if training else 1,
                 whole_microbatches=training and config.parallel.reduction == "fixed",
                 shuffle=training,
+                shuffle_block=data.shuffle_block if training else None,
                 partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,

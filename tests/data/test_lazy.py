@@ -122,6 +122,7 @@ def test_rows_that_are_read_are_those_in_memory(lazily, name):
     for ours, theirs in zip(split(lazy, 0.3), split(memory, 0.3), strict=True):
         assert is_lazy(ours.x), "a part is not copied"
         assert batches(ours) == batches(theirs)
+        assert batches(ours, shuffle_block=4) == batches(theirs, shuffle_block=4) != batches(theirs)
         assert batches(ours.take(np.arange(5, 20))) == batches(theirs.take(np.arange(5, 20)))
         assert ours.variance == theirs.variance
         assert ours.identity != lazy.identity

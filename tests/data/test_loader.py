@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.data import Batch, Compose, Dataset, Flip, Loader, Normalize, Shift
-from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
+from nnmpi.data.sampler import (
+    POOL_BLOCKS,
+    Cut,
+    cut_batch,
+    in_blocks,
+    order,
+    partition_order,
+    partition_samples,
+    row_owners,
+)
 from tests.data.conftest import prefetch_threads
 from tests.harness.refusals import usage_error
 
@@ -229,6 +238,9 @@ def test_transform_that_changes_rows_or_dtype_is_refused():
         ({"microbatches": 0}, "microbatches is 0"),
         ({"dtype": "int64"}, "cannot be converted to int64"),
         ({"partition": "halves"}, "partition halves is unknown"),
+        ({"shuffle_block": 0}, "shuffle_block is 0"),
+        ({"shuffle_block": 8, "shuffle": False}, "shuffle=False has an order of its own"),
+        ({"shuffle_block": 8, "partition": "iid"}, "the partition 'iid' has an order of its own"),
         ({"partition": "iid", "rank": 0, "world": 24}, "partition iid shares 23 training samples"),
         (
             {"partition": "iid", "whole_microbatches": True},
@@ -302,6 +314,42 @@ def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever():
     assert order(8, 0, 0).tolist() == [3, 7, 6, 2, 4, 1, 5, 0]
     assert order(8, 3, 7).tolist() == [3, 5, 7, 2, 1, 6, 0, 4]
     assert len({tuple(order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
+
+
+def test_order_in_blocks_is_a_function_of_seed_and_epoch_and_the_same_for_ever():
+    """As `test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever`."""
+    assert in_blocks(8, 2, 0, 0).tolist() == [0, 4, 3, 2, 5, 7, 1, 6]
+    assert in_blocks(100, 2, 0, 0).tolist()[:8] == [74, 63, 65, 54, 81, 97, 55, 62]
+    epochs = {tuple(in_blocks(50, 2, seed, epoch)) for seed in range(4) for epoch in range(4)}
+    assert len(epochs) == 16
+
+
+@given(n=st.integers(1, 400), rows=st.integers(1, 30), shuffled=st.booleans())
+def test_order_in_blocks_takes_the_samples_of_a_pool_together(n, rows, shuffled):
+    """So that few blocks are in use at a time; as stored, which need not be the set's order."""
+    places = np.random.default_rng(n).permutation(n) * 3 if shuffled else None
+    result = in_blocks(n, rows, 1, 2, places)
+    assert sorted(result) == list(range(n))
+    blocks = (result if places is None else places[result] // 3) // rows
+    uses = [np.flatnonzero(blocks == block) for block in range(-(-n // rows))]
+    now = np.arange(n)
+    in_use = sum((use[0] <= now) & (now <= use[-1]) for use in uses)
+    assert in_use.max() <= POOL_BLOCKS
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_order_in_blocks_has_the_statistics_that_are_promised(alike):
+    """The variance of a batch's mean: of a file of blocks that are alike, or of a random order."""
+    rows, count, size = 32, 640, 64
+    draws = np.random.default_rng(0)
+    values = draws.standard_normal((count, 1 if alike else rows))
+    values = np.broadcast_to(values, (count, rows)).reshape(-1)
+    means = [
+        values[in_blocks(len(values), rows, 0, epoch)].reshape(-1, size).mean(axis=1)
+        for epoch in range(20)
+    ]
+    ratio = np.var(means) * size / np.var(values)
+    assert ratio == pytest.approx(1 + (size - 1) / POOL_BLOCKS if alike else 1, rel=0.1)
 
 
 # Samples that are one worker's: each has one owner, who goes through them without skipping any.

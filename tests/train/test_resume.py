@@ -166,10 +166,12 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(reduction, equal, tmp_p
         assert_near(full, moved, "model")
 
 
-def test_a_checkpoint_resumes_under_another_layout(tmp_path, capsys):
+@pytest.mark.parametrize("order", ["", " --shuffle-block 4"])
+def test_a_checkpoint_resumes_under_another_layout(order, tmp_path, capsys):
+    """In the middle of an epoch."""
     words = (
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule"
-        " constant"
+        f" constant{order}"
     )
     full, moved = tmp_path / "whole", tmp_path / "moved"
     simulated(f"{words} --max-steps 9 --out {full}", 1)
@@ -216,6 +218,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path):
     "words, text",
     [
         ("--resume run --model cnn", "the run has --model mlp, which cannot change to --model cnn"),
+        (
+            "--resume run --shuffle-block 8",
+            "the run has no --shuffle-block, which cannot change to --shuffle-block 8",
+        ),
         (
             "--resume run --sync bsp",
             "the run is trained by DiLoCo, and cannot change; leave --sync, --outer-lr and",
