@@ -22,7 +22,7 @@ from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, TableForm, launch_command
 from nnmpi.data import images
 from nnmpi.data.arrays import read_samples
-from nnmpi.data.readers import find_reader, unread
+from nnmpi.data.readers import find_reader, split_names, unread
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.inputs import with_options
 from nnmpi.train.run import Run, read_rows
@@ -41,7 +41,7 @@ def read_file(
     """Return the samples of a file as model input: (n, *sample_shape).
 
     Args:
-        file: .npz, a table, or an image that Pillow reads.
+        file: .npz, HDF5, a table, or an image that Pillow reads.
         signature: the model's.
         dtype: the model's.
         invert: whether to invert an image's brightness.
@@ -52,11 +52,13 @@ def read_file(
         UsageError: for a file of another kind.
         DataError: for a damaged file, or samples that do not fit the model.
     """
-    reader = find_reader(file, has_label=True)
+    path, names = split_names(str(file))
+    reader = find_reader(Path(path), has_label=True)
     gives = None if reader is None else reader.gives
     try:
         if reader is not None and gives == "arrays":
-            return signature.prepare(read_samples(file, reader.read), dtype)
+            read = partial(reader.read, given=names) if names else reader.read
+            return signature.prepare(read_samples(Path(path), read), dtype)
         if gives == "table":
             return signature.prepare(read_rows(file, signature, say, header, decimal), dtype)
     except DataError as error:
@@ -78,7 +80,7 @@ def find_samples(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             files += _samples_in(path)
-        elif not path.is_file():
+        elif not Path(split_names(str(path))[0]).is_file():
             raise UsageError(f"there is no file {path}; give an .npz, a .csv or an image")
         else:
             files.append(path)
@@ -137,10 +139,10 @@ PROGRAM = "nnmpi predict"
 DESCRIPTION = """\
 Predict classes or numbers with a run's model: nnmpi predict RUN FILE... [options].
 
-FILE is an .npz with x, a .csv with the run's columns (a label is not needed), an image such as
-digit.png, or a folder of them. The run's encoding, scaling and normalization are applied. The
-output has a line per sample: its class and the probability of every class, or the predicted
-numbers; and its file, if there are several."""
+FILE is an .npz or .h5 with x (or sim.h5:NAME), a .csv with the run's columns (a label is not
+needed), an image such as digit.png, or a folder of them. The run's encoding, scaling and
+normalization are applied. The output has a line per sample: its class and the probability of every
+class, or the predicted numbers; and its file, if there are several."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Reading order:
     images          file formats: IDX (MNIST), CIFAR-10, folders of images
     readers         which function reads which files, a row for each form
     tables          CSV and DataFrames, by one rule; json_lines: JSON lines, by the same
-    arrays          npz
+    arrays          npz; hdf5: HDF5, read by rows
     items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
     tokenizer       text to tokens and back
     documents       texts in files: plain, or columns of tables

@@ -1,4 +1,4 @@
-"""Arrays: NumPy archives.
+"""Arrays: NumPy archives; and what other files with arrays have in common.
 
 An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test, or another name of a
 held-out part (`dataset.HELD_OUT`), in any capitals.
@@ -13,6 +13,7 @@ held-out part (`dataset.HELD_OUT`), in any capitals.
 
 import zipfile
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +32,7 @@ from nnmpi.data.dataset import (
     as_float32,
     judge_classes,
 )
+from nnmpi.data.lazy import blocks, change_rows, is_lazy, read_all
 from nnmpi.data.tables import HINT, NO_RULES, TableRules, refuse_rules
 
 TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
@@ -69,8 +71,8 @@ def load_arrays(
         )
     for item, x in arrays.items() if rules.as_bytes else ():
         # whole numbers are bytes, whatever their dtype
-        if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
-            arrays[item] = x.astype(np.uint8)
+        if item[0] == "x" and x.dtype.kind in "iu" and x.size and _fit_bytes(x):
+            arrays[item] = change_rows(x, lambda rows, _: rows.astype(np.uint8))
     is_other = rules.as_bytes is not None
     train = _part(path, name, arrays, first, predicts, is_other=is_other)
     if not second:
@@ -83,7 +85,7 @@ def load_arrays(
             " both in one dtype"
         )
     if train.x.dtype == np.float32 and train.x.ndim > 2:
-        tops = [float(np.abs(part.x).max()) for part in (train, test)]
+        tops = [max(float(np.abs(x).max()) for _, x in blocks(part.x)) for part in (train, test)]
         if min(tops) * OTHER_SCALE < max(tops):
             raise DataError(
                 f"{path}: {kinds[0]} up to {tops[0]:.4g}, and {kinds[1]} up to {tops[1]:.4g}; give"
@@ -92,11 +94,15 @@ def load_arrays(
     return train, test
 
 
+def _fit_bytes(x: Array) -> bool:
+    return all(rows.min() >= 0 and rows.max() <= 255 for _, rows in blocks(x))
+
+
 def read_samples(path: Path, read: ReadArrays) -> Array:
     """Return x (or x_test) of a file of arrays: integers unchanged, floats as float32."""
     arrays, has = read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
     for name, x in arrays.items():
-        return x if x.dtype.kind in "iu" else _samples(path, name, x)
+        return read_all(x if x.dtype.kind in "iu" else _samples(path, name, x))
     raise DataError(f"{path}: holds {has}; needs x, the samples")
 
 
@@ -141,7 +147,7 @@ def _part(
             f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or"
             " (n, ...) labels"
         )
-    y = y.reshape(-1) if y.size == len(x) else y
+    y = read_all(y).reshape(-1) if prod(y.shape[1:]) == 1 else y
     if predicts == "quantities" or (predicts == "any" and y.dtype.kind == "f"):
         y = _finite(path, y_name, y)
     elif y.dtype.kind not in "iu":
@@ -150,13 +156,13 @@ def _part(
             f" {HINT}"
         )
     elif is_other:
-        classes = int(y.max()) + 1
+        classes = max(int(rows.max()) for _, rows in blocks(y)) + 1
     elif not classes:
         classes, notes = judge_classes(path, y_name, y, HINT)
     are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
     if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
         x = _samples(path, x_name, x)
-        if y.dtype.kind != "f" and y.ndim == 2 and ((y.sum(1) == 1) & (y.max(1) == 1)).all():
+        if y.dtype.kind != "f" and y.ndim == 2 and all(_is_one_hot(rows) for _, rows in blocks(y)):
             raise DataError(
                 f"{path}: {y_name} has a 1 in each row and else 0; give the numbers of the classes,"
                 f" {y_name}.argmax(1)"
@@ -166,19 +172,27 @@ def _part(
                 f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]}"
                 " channels; if the channels are first, give x.transpose(0, 2, 3, 1)",
             )
-    elif x.min() < 0:
+    elif (least := min(int(rows.min()) for _, rows in blocks(x))) < 0:
         raise DataError(
-            f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on"
+            f"{path}: {x_name} has the token {least}; tokens are whole numbers from 0 on"
         )
     elif x.dtype == np.uint8:
-        x = x.astype(np.uint16)
+        x = change_rows(x, lambda rows, _: rows.astype(np.uint16))
     scale = 1 / 255 if x.dtype == np.uint8 else 1.0
-    return Dataset(name, np.ascontiguousarray(x), y, classes, scale, notes=notes)
+    if not is_lazy(x):
+        x = np.ascontiguousarray(x)
+    return Dataset(name, x, y, classes, scale, notes=notes)
+
+
+def _is_one_hot(y: Array) -> bool:
+    return bool(((y.sum(1) == 1) & (y.max(1) == 1)).all())
 
 
 def _samples(path: Path, name: str, x: Array) -> Array:
     result = x if x.dtype == np.uint8 else _finite(path, name, x)
-    return result[..., np.newaxis] if x.ndim == 3 else result
+    if x.ndim != 3:
+        return result
+    return change_rows(result, lambda rows, _: rows[..., np.newaxis])
 
 
 def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:

@@ -13,6 +13,7 @@ PATH                     folder                         IDX files; CIFAR batches
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
@@ -42,7 +43,7 @@ from nnmpi.data.images import (
     load_idx,
     locate_cifar,
 )
-from nnmpi.data.readers import find_reader, load_table, suffixes_of, unread
+from nnmpi.data.readers import find_reader, load_table, split_names, suffixes_of, unread
 from nnmpi.data.tables import TableRules, is_frame, refuse_rules
 
 TrainAndTest = tuple[Dataset, Dataset]
@@ -138,7 +139,7 @@ def load(
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES except texts, or the path of a table, of an .npz file or of a
+        name_or_path: one of NAMES except texts, or the path of a table, of a file of arrays or of a
             folder, see `readers.READERS`; or a DataFrame of pandas or polars.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
             default the download cache.
@@ -203,6 +204,7 @@ def load(
         )
     with _allowed(f"data set {name!r}"):
         path = BUNDLED[name] if name in BUNDLED else _existing(name)
+        given = split_names(str(name))[1]
         kind: LabelKind = "classes" if name in BUNDLED else predicts
         stem = path.name.split(".")[0]
         if path.is_dir():
@@ -210,7 +212,8 @@ def load(
         elif (reader := find_reader(path, has_label=True)) and reader.gives == "table":
             train, test = load_table(path, stem, kind, split_by), None
         elif reader and reader.gives == "arrays":
-            train, test = load_arrays(path, stem, reader.read, kind, rules)
+            read = partial(reader.read, given=given) if given else reader.read
+            train, test = load_arrays(path, stem, read, kind, rules)
         else:
             raise unread(path)
     if name == "digits":
@@ -240,7 +243,7 @@ def find_text(
         return BUNDLED[name_or_path]
     reader = None
     if name_or_path not in NAMES:
-        path = expand(Path(name_or_path), "data set")
+        path = expand(Path(split_names(str(name_or_path))[0]), "data set")
         with _allowed(f"data set {name_or_path!r}"):
             reader = None if path.is_dir() else find_reader(path, columns, has_label)
     if reader is not None and reader.gives == "text":
@@ -377,8 +380,12 @@ def _allowed(what: str) -> AbstractContextManager[None]:
 
 
 def _existing(text: str) -> Path:
-    """Return the path if it exists; else raise UsageError, with a guess at the intended name."""
-    path = expand(Path(text), "data set")
+    """Return the path if it exists; else raise UsageError, with a guess at the intended name.
+
+    Args:
+        text: a path, which may have names of arrays; see `readers.split_names`.
+    """
+    path = expand(Path(split_names(str(text))[0]), "data set")
     with _allowed(f"data set {text!r}"):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"data set {text!r} is neither an ordinary file nor a folder")

@@ -175,13 +175,15 @@ def judge_classes(
 
     Args:
         source, what: the file and what the labels are in it, for messages.
-        labels: whole numbers; negative ones do not count.
+        labels: whole numbers, which may be a lazy array; negative ones do not count.
         remedy: for labels that are numbers to predict.
 
     Raises:
         DataError: for nearly a class for each sample, and for numbers of which most do not occur.
     """
-    values, is_one = np.unique(labels[labels >= 0]), labels.ndim == 1
+    some = [np.unique(rows[rows >= 0]) for _, rows in blocks(labels)]
+    values = np.unique(np.concatenate([np.zeros(0, labels.dtype), *some]))
+    is_one = labels.ndim == 1
     count, classes = len(values), int(values.max(initial=0)) + 1
     has = f"{source}: {what} has {count} different labels"
     share = labels.size // (2 if count <= SURE_CLASSES else 10)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nnmpi.base.errors import DataError, UsageError
+from nnmpi.data import hdf5
 from nnmpi.data.arrays import read_npz
 from nnmpi.data.columns import Table
 from nnmpi.data.dataset import Dataset, LabelKind
@@ -35,10 +36,12 @@ class Reader:
         gives: what is read, and by which call of `read`:
             table   (path, rules) -> `CellRows`
             text    (path, columns, whether each line is a document) -> `Pieces`
-            arrays  (path, names) -> ({name: array}, the names of all arrays)
+            arrays  (path, names) -> ({name: array}, the names of all arrays); with `has_names`
+                    also (path, names, the given names of x and y in the file)
             image   (path, shape) -> bytes of that shape
         read: the function.
         packed: whether a .gz behind the suffix is unpacked.
+        has_names: whether FILE:NAME,NAME names arrays in it; see `split_names`.
         is_text: of texts whose suffix tables have, too: whether a file is one by its content.
     """
 
@@ -47,6 +50,7 @@ class Reader:
     gives: Gives
     read: Callable[..., Any]
     packed: bool = True
+    has_names: bool = False
     is_text: Callable[[Path], bool] = lambda path: False
 
     def has_suffix(self, path: Path) -> bool:
@@ -96,6 +100,14 @@ READERS = (
         packed=False,
     ),
     Reader(
+        hdf5.SUFFIXES,
+        "the same names of arrays, which stay in the file; or others, as in `sim.h5:fields/u,p`",
+        "arrays",
+        hdf5.read_hdf5,
+        packed=False,
+        has_names=True,
+    ),
+    Reader(
         SUFFIXES,
         "an image, in a folder `CLASS/`; or in `train/CLASS/` and `test/CLASS/` (or `val/`)",
         "image",
@@ -117,9 +129,6 @@ xlsx pandas.read_excel({})
 xls pandas.read_excel({})
 xlsm pandas.read_excel({})
 ods pandas.read_excel({})
-h5 pandas.read_hdf({})
-hdf5 pandas.read_hdf({})
-hdf pandas.read_hdf({})
 dta pandas.read_stata({})
 sav pandas.read_spss({})
 sas7bdat pandas.read_sas({})
@@ -135,6 +144,20 @@ npy pandas.DataFrame(numpy.load({}))""".splitlines()
 def suffixes_of(gives: Gives) -> tuple[str, ...]:
     """Return the suffixes of files that give this."""
     return tuple(suffix for row in READERS if row.gives == gives for suffix in row.suffixes)
+
+
+def split_names(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the path of a data set, and the names of arrays behind it: sim.h5:fields/u,p has two.
+
+    Only files whose reader takes names have some; and a path that exists has none.
+    """
+    path, colon, names = text.partition(":")
+    while colon and not any(row.has_names and row.has_suffix(Path(path)) for row in READERS):
+        more, colon, names = names.partition(":")
+        path += f":{more}"
+    if not colon or not path or Path(text).exists():
+        return text, ()
+    return path, tuple(names.split(","))
 
 
 def find_reader(path: Path, columns: Sequence[str] = (), has_label: bool = False) -> Reader | None:

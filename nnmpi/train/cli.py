@@ -30,6 +30,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
+from nnmpi.data.readers import split_names
 from nnmpi.train.config import (
     Config,
     all_options,
@@ -198,6 +199,12 @@ def read_file(file: Path) -> dict[str, Any]:
     return check(flat, str(file))
 
 
+def _without_folder(dataset: str) -> tuple[str, tuple[str, ...]]:
+    """Return the file of a data set, without its folder, and the names in it."""
+    path, names = split_names(dataset)
+    return Path(path).name, names
+
+
 def refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     """Refuse options that a resumed run cannot change; a data set's file may have moved."""
     if not resumed:
@@ -208,7 +215,7 @@ def refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
         paths = {str(before), str(given[name])}
         has_moved = (
             name == "dataset"
-            and len({Path(path).name for path in paths}) == 1
+            and len({_without_folder(path) for path in paths}) == 1
             and not paths & {*NAMES}
         )
         if before != given[name] and not has_moved:

@@ -52,6 +52,7 @@ from nnmpi.base.files import (
     write_atomically,
     write_json,
 )
+from nnmpi.data.readers import split_names
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import FIT, Config, all_options, check
@@ -499,7 +500,7 @@ def default_folder(config: Config, runs: Path = RUNS) -> Path:
     Raises:
         UsageError: when the folder cannot be created.
     """
-    data = Path(short_name(config.data.dataset)).stem
+    data = Path(split_names(short_name(config.data.dataset))[0]).stem
     stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
     with raised_as(
