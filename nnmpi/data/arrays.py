@@ -130,6 +130,36 @@ def read_npz(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
     return arrays, has
 
 
+def read_npy(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+    """Return the arrays among `names` of .npy files, mapped, and the names of all, for messages.
+
+    Args:
+        path: of a folder with x.npy and y.npy, x_train.npy ..., or these in folders train/ and
+            test/ (or another name of a part); or of a file alone, which has x.
+        names: of the arrays, of which capitals do not count.
+    """
+    files = {"x": path} if path.is_file() else npy_files(path)
+    arrays = dict[str, Array]()
+    for name in names:
+        if name in files:
+            with foreign(files[name], DataError, "not a complete .npy file without objects"):
+                # as an ndarray: indexing a memmap takes 10 times as long
+                arrays[name] = np.load(files[name], mmap_mode="r").view(np.ndarray)
+    return arrays, ", ".join(sorted(files))
+
+
+def npy_files(folder: Path) -> dict[str, Path]:
+    """Return the .npy files in a folder by the names of arrays that `load_arrays` knows."""
+    result = dict[str, Path]()
+    for file in sorted(folder.glob("*.npy")):
+        result[file.stem.lower()] = file
+    for part in sorted(item for item in folder.iterdir() if item.is_dir()):
+        if part.name.lower() in (*TRAIN, *HELD_OUT):
+            for file in sorted(part.glob("*.npy")):
+                result[f"{file.stem}_{part.name}".lower()] = file
+    return {name: file for name, file in result.items() if name in PARTS}
+
+
 def _part(
     path: Path,
     name: str,

@@ -25,7 +25,7 @@ from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
 from nnmpi.base.words import nearest
-from nnmpi.data.arrays import load_arrays
+from nnmpi.data.arrays import load_arrays, npy_files, read_npy
 from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
@@ -435,6 +435,8 @@ def _load_folder(
             class_names=train.class_names,
         )
         return train, load_table(tables[1], name, kind, rules)
+    if npy_files(folder):
+        return load_arrays(folder, name, read_npy, predicts, rules)
     refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
         return load_idx(folder, name)
@@ -453,5 +455,6 @@ def _load_folder(
         )
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor"
-        " train.csv and test.csv (or val.csv ...; plain or .gz), nor a folder of images per class"
+        " train.csv and test.csv (or val.csv ...; plain or .gz), nor x.npy and y.npy, nor a folder"
+        " of images per class"
     )

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nnmpi.base.errors import DataError, UsageError, shortened
+from nnmpi.base.errors import DataError, shortened
 from nnmpi.base.files import parse_json, read_lines
 from nnmpi.data.cells import Cell
-from nnmpi.data.tables import CellRows, TableRules, name_of
+from nnmpi.data.tables import CellRows, TableRules, name_of, refuse_forms, unread_columns
 
 TEXT = "text"  # the field that makes a file one of documents
 
@@ -51,17 +51,12 @@ def json_rows(path: Path, rules: TableRules) -> CellRows:
         UsageError: for rules that are for files of cells between separators.
         DataError: for a line that is no object, and for a column with lists or objects in it.
     """
-    if not rules.encoding:
-        for name, is_given in (("header", not rules.header), ("decimal", bool(rules.decimal))):
-            if is_given:
-                raise UsageError(
-                    f"{path}: JSON lines name their fields and have numbers; leave {name} out"
-                )
+    refuse_forms(path, rules, "JSON lines")
     fields = [*dict.fromkeys(field for _, row in json_objects(path) for field in row)]
     if not fields:
         raise DataError(f"{path}: the table has no rows of data")
     names = [*map(name_of, fields)]
-    unread = _unread(names, rules)
+    unread = unread_columns(names, rules)
 
     def read() -> Iterator[tuple[int, list[Cell]]]:
         for line, row in json_objects(path):
@@ -74,13 +69,6 @@ def _first(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for pair in json_objects(path):
         yield pair
         return
-
-
-def _unread(names: list[str], rules: TableRules) -> set[str]:
-    """Return the columns whose cells do not count, so that they may hold anything."""
-    if rules.encoding:
-        return {*names} - {column.name for column in rules.encoding} - {rules.target}
-    return {name for place, name in enumerate(names, 1) if {name, str(place)} & {*rules.drop}}
 
 
 def _cell(path: Path, line: int, row: dict[str, Any], field: str, is_unread: bool) -> Cell:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data import hdf5
-from nnmpi.data.arrays import read_npz
+from nnmpi.data.arrays import read_npy, read_npz
 from nnmpi.data.columns import Table
 from nnmpi.data.dataset import Dataset, LabelKind
 from nnmpi.data.documents import (
@@ -21,6 +21,7 @@ from nnmpi.data.documents import (
 )
 from nnmpi.data.images import SUFFIXES, is_image, read_image
 from nnmpi.data.json_lines import has_text, json_rows
+from nnmpi.data.parquet import parquet_rows
 from nnmpi.data.tables import NO_RULES, TableRules, delimited_rows, rows_in, to_dataset, to_table
 
 Gives = Literal["table", "text", "arrays", "image"]
@@ -87,6 +88,13 @@ READERS = (
         is_text=has_text,
     ),
     Reader(
+        (".parquet",),
+        "a table, with `pip install pyarrow`",
+        "table",
+        parquet_rows,
+        packed=False,
+    ),
+    Reader(
         (".txt",),
         "one document, whose end is the test part; or of sentences one per line",
         "text",
@@ -97,6 +105,14 @@ READERS = (
         "arrays `x` and `y`; or `x_train`, `y_train`, `x_test`, `y_test` (or `x_val` ...)",
         "arrays",
         read_npz,
+        packed=False,
+    ),
+    Reader(
+        (".npy",),
+        "an array, in a folder of `x.npy` and `y.npy`, or of `x_train.npy` ..., or with these in"
+        " `train/` and `test/`; alone, samples to predict",
+        "arrays",
+        read_npy,
         packed=False,
     ),
     Reader(
@@ -119,7 +135,6 @@ READERS = (
 BY_PANDAS = dict(
     line.split(maxsplit=1)
     for line in """\
-parquet pandas.read_parquet({})
 feather pandas.read_feather({})
 arrow pandas.read_feather({})
 orc pandas.read_orc({})
@@ -136,8 +151,7 @@ xpt pandas.read_sas({})
 pkl pandas.read_pickle({})
 pickle pandas.read_pickle({})
 arff pandas.DataFrame(scipy.io.arff.loadarff({})[0])
-mat pandas.DataFrame(scipy.io.loadmat({})['x'])
-npy pandas.DataFrame(numpy.load({}))""".splitlines()
+mat pandas.DataFrame(scipy.io.loadmat({})['x'])""".splitlines()
 )
 
 

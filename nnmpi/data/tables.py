@@ -340,6 +340,31 @@ def _is_orange(path: Path, kinds: Collection[str]) -> bool:
     return path.name.removesuffix(".gz").endswith(".tab") and bool(ORANGE_KINDS & {*kinds})
 
 
+def refuse_forms(path: Path, rules: TableRules, what: str) -> None:
+    """Refuse rules of cells between separators for files that have names and numbers by themselves.
+
+    Args:
+        path: of the table.
+        rules: of it; those of another table are not the user's.
+        what: the kind of files.
+
+    Raises:
+        UsageError: with the option.
+    """
+    if rules.encoding:
+        return
+    for name, is_given in (("header", not rules.header), ("decimal", bool(rules.decimal))):
+        if is_given:
+            raise UsageError(f"{path}: {what} name their fields and have numbers; leave {name} out")
+
+
+def unread_columns(names: Sequence[str], rules: TableRules) -> set[str]:
+    """Return the columns whose cells do not count, so that they may hold anything."""
+    if rules.encoding:
+        return {*names} - {column.name for column in rules.encoding} - {rules.target}
+    return {name for place, name in enumerate(names, 1) if {name, str(place)} & {*rules.drop}}
+
+
 def is_frame(source: Any) -> bool:
     """Return whether an object is a DataFrame, of pandas or polars."""
     return hasattr(type(source), "columns") and hasattr(type(source), "to_numpy")
@@ -358,7 +383,7 @@ def rows_in(source: Any) -> CellRows:
         if names is None and rows and isinstance(rows[0], Mapping):
             names = [*rows[0]]
             rows = [[row[item] for item in names] for row in rows]
-        cells = [[*map(_cell_of, _cells_of(row))] for row in rows]
+        cells = [[*map(cell_of, _cells_of(row))] for row in rows]
         width = len(names or (cells[0] if cells else ()))
         if any(len(row) != width for row in cells):
             raise ValueError("rows of several lengths")
@@ -380,7 +405,7 @@ def _cells_of(values: Any) -> Any:
     return np.asarray(values) if hasattr(values, "__dlpack__") else values
 
 
-def _cell_of(value: Any) -> Cell:
+def cell_of(value: Any) -> Cell:
     """Return a cell: a number of any type, or a text."""
     value = value[()] if isinstance(value, np.ndarray) and not value.ndim else value
     if value is None:

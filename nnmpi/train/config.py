@@ -248,9 +248,9 @@ class DataConfig:
 
     dataset: str = "digits"
     """iris or digits (bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .jsonl,
-    .npz or folder. For language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or
-    .csv with --text-columns. FILE.py:NAME: a function () that returns a training and a test
-    Dataset.
+    .parquet, .npz, .h5 (FILE:NAME,NAME names its arrays), folder, or folder of .npy files. For
+    language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or .csv with
+    --text-columns. FILE.py:NAME: a function () that returns a training and a test Dataset.
     """
     tokenizer: str | None = None
     """Tokenizer of text: characters, bytes, or the path of a saved one: a tokenizer.json, or

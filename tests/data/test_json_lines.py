@@ -151,10 +151,11 @@ def test_a_file_is_claimed_by_its_suffix_in_any_capitals_plain_or_packed(tmp_pat
         ("a.JSONL", "table"),
         ("a.txt.gz", "text"),
         ("a.Npz", "arrays"),
+        ("a.H5", "arrays"),
         ("a.PNG", "image"),
     ):
         assert find_reader(tmp_path / name).gives == gives, name
-    for name in ("a.parquet", "a.npz.gz", "a"):
+    for name in ("a.feather", "a.npz.gz", "a"):
         assert find_reader(tmp_path / name) is None, name
 
 

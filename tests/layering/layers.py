@@ -79,6 +79,8 @@ OPTIONAL = {
     "ml_dtypes",
     "pooch",
     "onnx",
+    "h5py",
+    "pyarrow",
     "tensorboardX",
     "tokenizers",
 }
