@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape, asarray, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.base.errors import DataError, UsageError, check_int, shortened
+from nnmpi.data.hdf5 import in_place
 from nnmpi.data.lazy import (
     Chosen,
     as_rows,
@@ -83,7 +84,7 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
             missing values.
     """
     if is_lazy(values) and values.dtype.kind in "biuf":
-        return plain(as_rows(values))
+        return plain(as_rows(in_place(values)))
     values = asarray(values)
     if is_array(values) and values.dtype.kind in "biuf":
         return plain(values)

@@ -73,6 +73,25 @@ def read_hdf5(
     return {name: _array(path, file, stored, has) for name, stored in present.items()}, has
 
 
+def in_place(x: Any) -> Any:
+    """Return h5py's array mapped, if it is one piece of a file that is only read; else unchanged.
+
+    Raises:
+        DataError: for a file that ends before the array does.
+    """
+    if type(x).__module__.partition(".")[0] != "h5py" or x.chunks is not None or not x.size:
+        return x
+    file, nbytes, offset = x.file, x.size * x.dtype.itemsize, x.id.get_offset()
+    # of an array that nothing was written to the offset is none
+    if file.mode != "r" or file.driver != "sec2" or x.id.get_storage_size() != nbytes or not offset:
+        return x
+    path = Path(file.filename)
+    if path.stat().st_size < offset + nbytes:
+        raise DataError(f"{path}: {x.name} ends behind the file's end; it is truncated")
+    # as an ndarray: indexing a memmap takes 10 times as long
+    return np.memmap(path, x.dtype, "r", offset, x.shape).view(np.ndarray)
+
+
 def _listed(file: Any) -> list[str]:
     """Return the names of arrays in a file, the first of them."""
     result = list[str]()
@@ -107,13 +126,9 @@ def _array(path: Path, file: Any, name: str, has: str) -> Any:
         )
     if dtype.kind not in "biuf" or not item.shape:
         raise DataError(f"{where} is {dtype} {item.shape}; needs rows of real numbers")
-    nbytes, offset = item.size * dtype.itemsize, item.id.get_offset()
-    # of an array that nothing was written to the offset is none
-    if nbytes and item.chunks is None and item.id.get_storage_size() == nbytes and offset:
-        if path.stat().st_size < offset + nbytes:
-            raise DataError(f"{where} ends behind the file's end; it is truncated, get it again")
-        # as an ndarray: indexing a memmap takes 10 times as long
-        return np.memmap(path, dtype, "r", offset, item.shape).view(np.ndarray)
+    nbytes, rows = item.size * dtype.itemsize, in_place(item)
+    if rows is not item:
+        return rows
     check_unpacked(path, nbytes)
     rows = as_rows(item)  # which keeps the file open
     rows[:1]  # what unpacks it may be missing
