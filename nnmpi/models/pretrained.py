@@ -1,6 +1,8 @@
-"""GPT-2 in Hugging Face's files: a folder with config.json and model.safetensors.
+"""Models in Hugging Face's files: a folder with config.json and model.safetensors.
 
 Of large models there are several files, and model.safetensors.index.json, which names them.
+config.json says of which type the model is. GPT-2 is described here, Llama and its kin in
+`llama_files`; each is a class of sizes, which knows its model and the names of its weights:
 
     transformer.wte.weight            0.tokens.weight          also the tied output, stored once
     transformer.wpe.weight            0.positions.weight
@@ -23,7 +25,11 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import DataError, counted, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
+from nnmpi.base.shard import Region
+from nnmpi.models.gpt import gpt
+from nnmpi.models.llama_files import FIRST_IN_BLOCK, TYPES, LlamaConfigReader, LlamaSize
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
+from nnmpi.nn.container import Sequential
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -38,7 +44,8 @@ BLOCK = {
     "mlp.2": "mlp.c_proj",
 }
 OUTPUT = "lm_head.weight"  # a copy of wte.weight, which some files contain
-IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # names not needed: constant masks, the copy
+# names not needed: constant masks and frequencies, the copy
+IDLE = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq", OUTPUT)
 DTYPES = ("F16", "BF16", "F32", "F64")
 # entries of config.json and their defaults
 DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -71,6 +78,27 @@ class GPTSize:
     layers: int
     heads: int
 
+    def build(self, dropout: float = 0.0) -> Sequential:
+        """Return the model, uninitialized."""
+        return gpt(**vars(self), dropout=dropout)
+
+    def names(self, layers: int) -> Iterator[tuple[str, str, bool]]:
+        """Yield each parameter's name here, in a file without its prefix, and that it is as here.
+
+        Args:
+            layers: how many blocks.
+        """
+        parts = [
+            (f"{i + 2}.{ours}", f"h.{i}.{theirs}")
+            for i in range(layers)
+            for ours, theirs in BLOCK.items()
+        ]
+        yield from (("0.tokens.weight", "wte.weight", False),)
+        yield from (("0.positions.weight", "wpe.weight", False),)
+        for ours, theirs in (*parts, (f"{self.layers + 2}", "ln_f")):
+            for kind in ("weight", "bias"):
+                yield f"{ours}.{kind}", f"{theirs}.{kind}", False
+
 
 @dataclass(frozen=True)
 class StoredArrays:
@@ -91,6 +119,23 @@ class StoredArrays:
     def get_tensor(self, name: str) -> Array:
         """Return an array; bfloat16 as float32."""
         return read_array(*self.files[name], name)
+
+    def get_part(self, name: str, region: Region | None, transposed: bool) -> Array:
+        """Return a rank's part of an array, and read no more of it if that is one range.
+
+        Args:
+            name: in the file.
+            region: the part, of the array as it is here; None for all of it.
+            transposed: whether the file has it so.
+        """
+        if region is None or region.repeats > 1 or region.second:
+            array = self.get_tensor(name)
+            array = array.T if transposed else array
+            return array if region is None else region.take(array)
+        axes = [slice(None)] * len(region.shape)
+        axes[region.axis] = slice(region.start, region.stop)
+        array = read_array(*self.files[name], name, tuple(reversed(axes) if transposed else axes))
+        return array.T if transposed else array
 
 
 @contextmanager
@@ -120,7 +165,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise DataError(
                 f"{pickled[0]} is a pickle, which can run code as it is read, so nnmpi does not"
                 f' read it; write {WEIGHTS} beside it: python -c "from transformers import'
-                f" GPT2LMHeadModel as M; M.from_pretrained('{folder}')"
+                f" AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
                 f".save_pretrained('{folder}')\""
             )
         return [file]
@@ -137,38 +182,83 @@ def is_pretrained(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WEIGHTS, INDEX, "pytorch_model.bin"))
 
 
-def read_size(folder: Path) -> GPTSize:
+Size = GPTSize | LlamaSize
+
+
+def read_size(folder: Path) -> Size:
     """Return the size of the model in a folder.
 
     Raises:
         DataError: when config.json cannot be read, or describes another architecture than
-            `models.gpt`'s; when the weights do not fit config.json.
+            `models.gpt`'s or `models.llama`'s; when the weights do not fit config.json.
     """
-    result = _read_config(folder)
-    sizes: dict[str, Any] = {ours: result.get(theirs) for ours, theirs in SIZES.items()}
+    values = _read_config(folder)
+    if values["model_type"] in TYPES:
+        size: Size = LlamaConfigReader(folder / CONFIG, values).size()
+        tables = {"0.tokens.weight": "vocabulary"}
+    else:
+        size = _gpt_size(folder / CONFIG, values)
+        tables = {"0.tokens.weight": "vocabulary", "0.positions.weight": "context"}
+    with open_folder(folder) as stored:
+        # compare with the weights now, before a caller allocates a model of a wrong size
+        names = _names_in(stored, size)
+        for ours, first in tables.items():
+            name, _ = names[ours]
+            shape = stored.get_slice(name).get_shape()
+            expected = [getattr(size, first), size.features]
+            if shape != expected:
+                raise DataError(
+                    f"{stored.source}: {name} has shape {shape}; {CONFIG} says {expected}"
+                )
+    return size
+
+
+def model_named(folder: Path) -> str:
+    """Return which of nnmpi's models a folder has: "gpt" or "llama".
+
+    Raises:
+        DataError: when config.json cannot be read, or is of another type.
+    """
+    return "llama" if _read_config(folder)["model_type"] in TYPES else "gpt"
+
+
+def from_pretrained(folder: str | Path, dtype: str = "float32") -> Sequential:
+    """Return the model in a folder of Hugging Face's transformers, with its weights.
+
+    GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM and SmolLM 2, in safetensors. What they compute that
+    nnmpi's model does not is refused by its name in config.json.
+
+    Args:
+        folder: with config.json and the weights.
+        dtype: of the model.
+
+    Raises:
+        DataError: for a folder that cannot be read, or another architecture.
+    """
+    model = read_size(Path(folder)).build().initialize(seed=0, dtype=dtype)
+    load_pretrained(model, Path(folder))
+    return model
+
+
+def _gpt_size(file: Path, values: Mapping[str, Any]) -> GPTSize:
+    """Return the size of a GPT-2.
+
+    Raises:
+        DataError: for settings that `models.gpt` does not have.
+    """
+    sizes: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in SIZES.items()}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise DataError(
-                f"{folder / CONFIG}: {SIZES[name]} is {shortened(repr(size))}; it must"
+                f"{file}: {SIZES[name]} is {shortened(repr(size))}; it must"
                 " be a whole number, 1 or more"
             )
-    fixed = FIXED if result.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
+    fixed = FIXED if values.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
     for name, value in fixed.items():
-        if result.get(name, value) != value:
+        if values.get(name, value) != value:
             raise DataError(
-                f"{folder / CONFIG}: {name} is {shortened(repr(result[name]))}; only"
-                f" {value!r} can be read"
+                f"{file}: {name} is {shortened(repr(values[name]))}; only {value!r} can be read"
             )
-    with open_folder(folder) as stored:
-        # compare with the weights now, before a caller allocates a model of a wrong size
-        names = _names_in(stored, sizes["layers"])
-        for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
-            shape = stored.get_slice(names[ours]).get_shape()
-            expected = [sizes[first], sizes["features"]]
-            if shape != expected:
-                raise DataError(
-                    f"{stored.source}: {names[ours]} has shape {shape}; {CONFIG} says {expected}"
-                )
     return GPTSize(**sizes)
 
 
@@ -179,6 +269,8 @@ def read_dropout(folder: Path) -> float:
         DataError: when config.json cannot be read, or has several probabilities.
     """
     result = _read_config(folder)
+    if result["model_type"] != "gpt2":
+        return 0.0  # a rate above 0 is refused with the size
     rates = {name: result.get(name, usual) for name, usual in DROPOUTS.items()}
     rate = rates["attn_pdrop"]
     if (
@@ -197,39 +289,47 @@ def load_pretrained(model: Module, folder: Path) -> None:
     """Load the weights in a folder into a model.
 
     Args:
-        model: `models.gpt` of the folder's size, initialized; a rank of a layout passes its part
-            and reads its shards alone.
+        model: of the folder's type and size, initialized; a rank of a layout passes its part and
+            reads its shards alone.
         folder: written by transformers or `save_pretrained`.
 
     Raises:
         DataError: when the file cannot be read, names or shapes differ, or the output is not tied
-            to the token embedding. Nothing is changed then.
+            to the token embedding, but should be. Nothing is changed then.
     """
-    layers = read_size(folder).layers
+    size = read_size(folder)
     with open_folder(folder) as stored:
-        file, names = stored.source, _names_in(stored, layers)
-        for name, parameter in model.named_parameters():
-            source = stored.get_slice(names[name])
+        file, names = stored.source, _names_in(stored, size)
+        for ours, parameter in model.named_parameters():
+            name, transposed = names[ours]
+            source = stored.get_slice(name)
             shape = tuple(source.get_shape())
             expected = parameter.shape if parameter.region is None else parameter.region.shape
+            expected = expected[::-1] if transposed else expected
             if shape != expected or source.get_dtype() not in DTYPES:
                 raise DataError(
-                    f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs"
+                    f"{file}: {name} is {source.get_dtype()} {shape}, but the model needs"
                     f" {expected}, in one of {', '.join(DTYPES)}"
                 )
-        tokens = names["0.tokens.weight"]
-        if OUTPUT in stored.files and not (
-            stored.get_slice(OUTPUT).get_dtype() in DTYPES
-            and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
+        tokens, _ = names["0.tokens.weight"]
+        is_tied = OUTPUT not in {name for name, _ in names.values()}
+        if (
+            OUTPUT in stored.files
+            and is_tied
+            and not (
+                stored.get_slice(OUTPUT).get_dtype() in DTYPES
+                and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
+            )
         ):
             raise DataError(
-                f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to its"
-                " embedding can be read"
+                f"{file}: {OUTPUT} is not {tokens}; only a model whose output is tied to its"
+                f" embedding, as {CONFIG} says it is, can be read"
             )
         model.storage.version.meet()
         for span in model.storage.spans:
-            parameter, full = span.parameter, stored.get_tensor(names[span.parameter.name])
-            part = full if parameter.region is None else parameter.region.take(full)
+            parameter = span.parameter
+            name, transposed = names[parameter.name]
+            part = stored.get_part(name, parameter.region, transposed)
             model.storage.write(
                 span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
             )
@@ -258,72 +358,98 @@ def save_pretrained(
     vocabulary, features = weights["0.tokens.weight"].shape
     context = len(weights["0.positions.weight"])
     layers = max(int(name.partition(".")[0]) for name in weights) - 2
+    size = GPTSize(vocabulary, context, features, layers, heads)
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        **dict(zip(SIZES.values(), (vocabulary, context, features, layers, heads), strict=True)),
+        **{theirs: getattr(size, ours) for ours, theirs in SIZES.items()},
         "n_ctx": context,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "dtype": str(weights["0.tokens.weight"].dtype),
         **dict.fromkeys(DROPOUTS, dropout),
         **FIXED,
     }
+    _write(folder, weights, size, config, end)
+
+
+def save_llama(
+    folder: Path, weights: Mapping[str, Array], size: LlamaSize, end: int | None = None
+) -> None:
+    """Write a Llama as transformers reads it.
+
+    Args:
+        folder, weights, end: as for `save_pretrained`.
+        size: the model's.
+
+    Raises:
+        OSError: when it cannot be written, or the folder is a link.
+        UsageError: for a model that transformers does not have.
+    """
+    _write(folder, weights, size, size.config(), end)
+
+
+def _write(
+    folder: Path,
+    weights: Mapping[str, Array],
+    size: Size,
+    config: Mapping[str, Any],
+    end: int | None,
+) -> None:
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     make_folder(folder, root)
-    arrays = {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)}
+    prefix = PREFIX if isinstance(size, GPTSize) else ""
+    arrays = {
+        prefix + theirs: weights[ours].T if transposed else weights[ours]
+        for ours, theirs, transposed in size.names(size.layers)
+    }
     save_arrays(folder / WEIGHTS, arrays, root=root)
-    write_json(folder / CONFIG, config, root)
+    dtype = str(weights["0.tokens.weight"].dtype)
+    ends = {"bos_token_id": end, "eos_token_id": end, "dtype": dtype}
+    write_json(folder / CONFIG, {**config, **ends}, root)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json.
 
     Raises:
-        DataError: when it cannot be read, or is not a GPT-2's.
+        DataError: when it cannot be read, or is of a type that is none of nnmpi's models.
     """
     file = folder / CONFIG
     with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
         result = read_json(file)
     kind = result.get("model_type") if isinstance(result, dict) else None
-    if kind != "gpt2":
+    if kind not in ("gpt2", *TYPES):
         raise DataError(
-            f"{file} is of a model of type {shortened(repr(kind))}; only gpt2 can be read"
+            f"{file} is of a model of type {shortened(repr(kind))}; only gpt2,"
+            f" {', '.join(TYPES)} can be read"
         )
     return result
 
 
-def _names(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield each parameter's name in nnmpi, and its name in the file without the prefix."""
-    parts = [
-        (f"{i + 2}.{ours}", f"h.{i}.{theirs}")
-        for i in range(layers)
-        for ours, theirs in BLOCK.items()
-    ]
-    yield from (("0.tokens.weight", "wte.weight"), ("0.positions.weight", "wpe.weight"))
-    for ours, theirs in (*parts, (f"{layers + 2}", "ln_f")):
-        for kind in ("weight", "bias"):
-            yield f"{ours}.{kind}", f"{theirs}.{kind}"
-
-
-def _names_in(stored: StoredArrays, layers: int) -> dict[str, str]:
-    """Return the name in the file of each parameter.
+def _names_in(stored: StoredArrays, size: Size) -> dict[str, tuple[str, bool]]:
+    """Return the name in the file of each parameter, and whether it is transposed there.
 
     Raises:
         DataError: for missing or unknown names.
     """
     available = set(stored.files)
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in available) else ""
+    is_gpt = isinstance(size, GPTSize)
+    has_prefix = is_gpt and any(name.startswith(PREFIX) for name in available)
+    prefix = PREFIX if has_prefix else ""
     # one block beyond those in the file is enough to report names as missing: config.json is not
     # trusted, and its number of layers may be huge
-    blocks = sum(name.endswith("ln_1.weight") for name in available)
-    names = {ours: prefix + theirs for ours, theirs in _names(min(layers, blocks + 1))}
-    missing = sorted(set(names.values()) - available)
-    unknown = sorted(name for name in available - set(names.values()) if not name.endswith(IDLE))
+    first = "ln_1.weight" if is_gpt else FIRST_IN_BLOCK
+    blocks = sum(name.endswith(first) for name in available)
+    names = {
+        ours: (prefix + theirs, transposed)
+        for ours, theirs, transposed in size.names(min(size.layers, blocks + 1))
+    }
+    expected = {name for name, _ in names.values()}
+    missing = sorted(expected - available)
+    unknown = sorted(name for name in available - expected if not name.endswith(IDLE))
     if missing or unknown:
+        kind = "GPT-2" if is_gpt else "Llama"
         raise DataError(
-            f"{stored.source} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "
+            f"{stored.source} does not fit a {kind} of {counted(size.layers, 'layer')}: missing "
             f"{', '.join(missing[:4]) or 'nothing'}, unknown {', '.join(unknown[:4]) or 'nothing'}"
         )
     return names

@@ -167,17 +167,23 @@ def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
         yield stored
 
 
-def read_array(file: Path, stored: Any, name: str) -> Array:
-    """Return an array of an open safetensors file; bfloat16, which NumPy lacks, as float32."""
+def read_array(file: Path, stored: Any, name: str, index: tuple[slice, ...] = ()) -> Array:
+    """Return an array of an open safetensors file; bfloat16, which NumPy lacks, as float32.
+
+    Args:
+        index: of the part that is read, without the rest.
+    """
     part = stored.get_slice(name)
     if part.get_dtype() != "BF16":
-        return stored.get_tensor(name)
+        return part[index] if index else stored.get_tensor(name)
     with file.open("rb") as content:  # the length of a JSON header, the header, the arrays
         size = int.from_bytes(content.read(8), "little")
-        start, stop = parse_json(content.read(size))[name]["data_offsets"]
-        content.seek(8 + size + start)
-        halves = np.frombuffer(content.read(stop - start), "<u2")
-    return (halves.astype("u4") << 16).view("f4").reshape(part.get_shape())
+        start, _ = parse_json(content.read(size))[name]["data_offsets"]
+        shape = tuple(part.get_shape())
+        if 0 in shape:  # which cannot be mapped
+            return np.zeros(shape, "f4")[index]
+        halves = np.memmap(content, "<u2", "r", offset=8 + size + start, shape=shape)[index]
+    return (halves.astype("u4") << 16).view("f4")
 
 
 def read_torch(file: Path) -> dict[str, Array]:
