@@ -25,10 +25,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.program.record import viewed
-from nnmpi.base.errors import UsageError, check_int
+from nnmpi.base.errors import UsageError, check_int, check_ints
 
 RowsAndColumns = tuple[int, int]  # rows, columns
 PairLike: TypeAlias = int | RowsAndColumns  # one number for both
+Triple: TypeAlias = int | tuple[int, int, int]  # of volumes: depth, rows, columns
 
 
 def pair(name: str, value: PairLike, least: int) -> RowsAndColumns:
@@ -46,6 +47,18 @@ def pair(name: str, value: PairLike, least: int) -> RowsAndColumns:
         first, second = value if isinstance(value, tuple | list) else (value, value)
         return check_int(name, first, least), check_int(name, second, least)
     raise UsageError(f"{name} must be one or two whole numbers of at least {least}, not {value!r}")
+
+
+def triple(name: str, value: Triple, least: int) -> tuple[int, int, int]:
+    """Convert an integer or three (depth, rows, columns) to three; check them.
+
+    Raises:
+        UsageError: for a value below `least`, or another number of values.
+    """
+    values = check_ints(name, value if isinstance(value, tuple | list) else (value,) * 3, least)
+    if len(values) != 3:
+        raise UsageError(f"{name} must be one or three whole numbers, not {value!r}")
+    return values
 
 
 def bordered(x: Array, padding: RowsAndColumns, value: float) -> Array:

@@ -1,31 +1,39 @@
-"""Layers on images (batch, height, width, channels): convolution, pooling, resizing."""
+"""Layers on images (batch, height, width, channels): convolution, pooling, resizing; and on
+volumes.
+"""
 
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nnmpi.backend.array import Shape
-from nnmpi.backend.windows import PairLike, pair
+from nnmpi.backend.windows import PairLike, Triple, pair, triple
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.nn.sharding import Reach
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.convolution import Triple, conv2d, conv3d, conv_transpose2d, triple
+from nnmpi.ops.conv.convolution import conv2d, conv3d, conv_transpose2d
 from nnmpi.ops.pool import (
     AvgPool2dFunction,
     MaxPool2dFunction,
+    Pool2dFunction,
+    PoolWindows,
+    pool_volumes,
     pool_windows,
     pooled,
+    pooled3d,
     upsample,
     window_means,
 )
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
-from nnmpi.tensor.tensor import Tensor, stack
+from nnmpi.tensor.tensor import Tensor, concatenate
 
 __all__ = [
     "AdaptiveAvgPool2d",
+    "AdaptiveMaxPool2d",
     "AvgPool1d",
     "AvgPool2d",
+    "AvgPool3d",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -33,6 +41,7 @@ __all__ = [
     "GlobalAvgPool2d",
     "MaxPool1d",
     "MaxPool2d",
+    "MaxPool3d",
     "Upsample",
 ]
 
@@ -327,6 +336,48 @@ class AvgPool1d(Pool1d, AvgPool2d):
     """Average pooling over time. Arguments as for `Pool1d`."""
 
 
+class Pool3d(Module, read_once="in_plane in_depth"):
+    """Pooling of volumes: (batch, depth, height, width, c) -> (batch, out_d, out_h, out_w, c).
+
+    Args:
+        kernel_size, stride, padding: as for `Pool2d`; one number, or one each for depth, rows and
+            columns.
+
+    Attributes:
+        in_plane, in_depth: the windows' geometry, within a plane and over the planes.
+    """
+
+    kind: ClassVar[type[Pool2dFunction]]
+
+    def __init__(
+        self, kernel_size: Triple, stride: Triple | None = None, padding: Triple = 0
+    ) -> None:
+        self.in_plane, self.in_depth = pool_volumes(kernel_size, stride, padding)
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no volume."""
+        if len(shape) != 4:
+            return None
+        depth, h, w, channels = shape
+        return self.in_depth.out(depth, 1)[0], *self.in_plane.out(h, w), channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, out_d, out_h, out_w, channels)."""
+        return pooled3d(self.kind, x, self.in_plane, self.in_depth)
+
+
+class MaxPool3d(Pool3d):
+    """Max-pooling of volumes; padding is never the maximum. Arguments as for `Pool3d`."""
+
+    reach, kind = Reach.CHANNEL, MaxPool2dFunction
+
+
+class AvgPool3d(Pool3d):
+    """Average pooling of volumes; zeros of the padding count. Arguments as for `Pool3d`."""
+
+    reach, kind = Reach.CHANNEL, AvgPool2dFunction
+
+
 class GlobalAvgPool2d(Module):
     """Mean of each channel over the image: (batch, h, w, channels) -> (batch, channels)."""
 
@@ -344,8 +395,8 @@ class GlobalAvgPool2d(Module):
         return window_means(x, (h, w)).reshape(n, c)
 
 
-class AdaptiveAvgPool2d(Module):
-    """Average pooling to a given size: (batch, h, w, c) -> (batch, rows, columns, c).
+class _AdaptivePool2d(Module):
+    """Pooling to a given size: (batch, h, w, c) -> (batch, rows, columns, c).
 
     Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: windows overlap if
     n does not divide h.
@@ -354,7 +405,7 @@ class AdaptiveAvgPool2d(Module):
         output_size: rows and columns of the result; one number for both.
     """
 
-    reach = Reach.CHANNEL
+    kind: ClassVar[type[Pool2dFunction]]
 
     def __init__(self, output_size: PairLike) -> None:
         self.output_size = pair("output_size", output_size, 1)
@@ -364,25 +415,46 @@ class AdaptiveAvgPool2d(Module):
         return (*self.output_size, shape[-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the means."""
-        _images("AdaptiveAvgPool2d", x)
-        require_floating("AdaptiveAvgPool2d", x)
+        """Return (batch, rows, columns, c)."""
+        name = type(self).__name__
+        _images(name, x)
+        require_floating(name, x)
         (h, w), (rows, columns) = x.shape[1:3], self.output_size
         if h % rows == w % columns == 0:
-            return window_means(x, (h // rows, w // columns))
-        for axis, count in enumerate(self.output_size, start=1):
-            x = _averaged(x, axis, count)
-        return x
+            window = h // rows, w // columns
+            return self.kind(PoolWindows(window, window, (0, 0)))(x)
+        x = self._along(x, 2, columns)  # before the rows, so that the first of ties is PyTorch's
+        return self._along(x, 1, rows)
+
+    def _along(self, x: Tensor, axis: int, count: int) -> Tensor:
+        """Return images with each window of an axis as one pixel."""
+        size, every = x.shape[axis], (slice(None),) * axis
+        bounds = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+        parts = []
+        for start, stop in bounds:
+            kernel = (stop - start, 1) if axis == 1 else (1, stop - start)
+            window = x[(*every, slice(start, stop))]
+            parts.append(self.kind(PoolWindows(kernel, kernel, (0, 0)))(window))
+        return concatenate(parts, axis)
 
 
-def _averaged(x: Tensor, axis: int, count: int) -> Tensor:
-    """Return the means of an axis's windows; not a product with zeros, which NaN would pass."""
-    size, before, after = x.shape[axis], x.shape[:axis], x.shape[axis + 1 :]
-    if size % count == 0:
-        return x.reshape(*before, count, size // count, *after).mean(axis=axis + 1)
-    every = (slice(None),) * axis
-    windows = [slice(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
-    return stack([x[(*every, window)].mean(axis=axis) for window in windows], axis)
+class AdaptiveAvgPool2d(_AdaptivePool2d):
+    """Average pooling to a given size: (batch, h, w, c) -> (batch, rows, columns, c).
+
+    Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: windows overlap if
+    n does not divide h.
+
+    Args:
+        output_size: rows and columns of the result; one number for both.
+    """
+
+    reach, kind = Reach.CHANNEL, AvgPool2dFunction
+
+
+class AdaptiveMaxPool2d(_AdaptivePool2d):
+    """Max-pooling to a given size; see `AdaptiveAvgPool2d`."""
+
+    reach, kind = Reach.CHANNEL, MaxPool2dFunction
 
 
 class Upsample(Module):

@@ -1,4 +1,5 @@
-"""Pooling of channels-last images: the maximum or the mean of each window.
+"""Pooling of channels-last images: the maximum or the mean of each window; volumes are pooled in
+their planes, and then over them.
 
     x            (n, h, w, c), with a border
     positions    (kernel_h, kernel_w, n, out_h, out_w, c), a view
@@ -17,7 +18,16 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.windows import PairLike, RowsAndColumns, corners, out_size, pair, windows
+from nnmpi.backend.windows import (
+    PairLike,
+    RowsAndColumns,
+    Triple,
+    corners,
+    out_size,
+    pair,
+    triple,
+    windows,
+)
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.words import answered
 from nnmpi.tensor.function import Function, Grads
@@ -26,7 +36,7 @@ from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 
-__all__ = ["avg_pool2d", "max_pool2d"]
+__all__ = ["avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d"]
 
 
 class PoolWindows(NamedTuple):
@@ -113,6 +123,13 @@ class MaxPool2dFunction(Pool2dFunction):
                 ((2, 5, 4, 2),),
                 values="distinct",
             ),
+            Sample("max_pool3d", lambda x: max_pool3d(x, 2), ((2, 4, 2, 5, 2),), values="distinct"),
+            Sample(
+                "max_pool3d overlap",
+                lambda x: max_pool3d(x, (2, 3, 2), (1, 2, 1), (1, 1, 0)),
+                ((2, 3, 4, 3, 1),),
+                values="distinct",
+            ),
         ),
     )
 
@@ -145,6 +162,7 @@ class AvgPool2dFunction(Pool2dFunction):
                 ((2, 5, 4, 2),),
                 values="distinct",
             ),
+            Sample("avg_pool3d", lambda x: avg_pool3d(x, 2, 1, 1), ((2, 3, 2, 3, 2),)),
         ),
     )
 
@@ -245,6 +263,71 @@ def avg_pool2d(
     Border pixels count as 0. Same arguments and errors as `max_pool2d`.
     """
     return pooled(AvgPool2dFunction, x, pool_windows(kernel_size, stride, padding))
+
+
+@answered
+def max_pool3d(
+    x: Tensor, kernel_size: Triple, stride: Triple | None = None, padding: Triple = 0
+) -> Tensor:
+    """Return the largest element of each window, (batch, out_d, out_h, out_w, channels).
+
+    Args:
+        x: volumes, (batch, depth, height, width, channels).
+        kernel_size, stride, padding: one number, or one each for depth, rows and columns; as for
+            `max_pool2d`, and so are the errors.
+    """
+    return pooled3d(MaxPool2dFunction, x, *pool_volumes(kernel_size, stride, padding))
+
+
+@answered
+def avg_pool3d(
+    x: Tensor, kernel_size: Triple, stride: Triple | None = None, padding: Triple = 0
+) -> Tensor:
+    """Return each window's mean, (batch, out_d, out_h, out_w, channels).
+
+    Border elements count as 0. Same arguments and errors as `max_pool3d`.
+    """
+    return pooled3d(AvgPool2dFunction, x, *pool_volumes(kernel_size, stride, padding))
+
+
+def pooled3d(
+    kind: type[Pool2dFunction], x: Tensor, in_plane: PoolWindows, in_depth: PoolWindows
+) -> Tensor:
+    """Apply a pooling operation to volumes: within each plane, then over the planes.
+
+    A maximum of maxima is the maximum, and its first place is the first of the window; so is a
+    mean of means, since all windows of a plane have one size.
+
+    Args:
+        in_plane, in_depth: see `pool_volumes`.
+    """
+    name = kind.name.replace("2d", "3d")
+    require_floating(name, x)
+    if x.ndim != 5:
+        raise ShapeError(
+            f"{name} needs volumes (batch, depth, height, width,"
+            f" channels), not an array of shape {x.shape}"
+        )
+    n, depth, *plane, channels = x.shape
+    x = pooled(kind, x.reshape(n * depth, *plane, channels), in_plane)
+    rows, columns = x.shape[1:3]
+    x = pooled(kind, x.reshape(n, depth, rows * columns, channels), in_depth)
+    return x.reshape(n, x.shape[1], rows, columns, channels)
+
+
+def pool_volumes(
+    kernel_size: Triple, stride: Triple | None, padding: Triple
+) -> tuple[PoolWindows, PoolWindows]:
+    """Return the windows in a plane and over the planes, each of which is a row there.
+
+    Raises:
+        UsageError: for a kernel_size or stride below 1, or a padding below 0.
+    """
+    kernel = triple("kernel_size", kernel_size, 1)
+    steps = kernel if stride is None else triple("stride", stride, 1)
+    border = triple("padding", padding, 0)
+    in_plane = pool_windows(kernel[1:], steps[1:], border[1:])
+    return in_plane, pool_windows((kernel[0], 1), (steps[0], 1), (border[0], 0))
 
 
 def pooled(kind: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:

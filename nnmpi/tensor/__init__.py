@@ -8,6 +8,7 @@ Reading order:
     traits                       what the exporter, PyTorch's weights and the tests know of them
     dtypes, operand              which dtypes and shapes may meet, and what a product reads
     tensor                       the public class: each operation is a method
+    einsum                       products and sums by the names of axes
     parameter                    a model's parameters as views into flat arrays
     placement, sharded           sharded tensors; the rest does not depend on them
 
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 from nnmpi.base.words import instead, offer
 from nnmpi.tensor.check import GradientError, check_gradients
+from nnmpi.tensor.einsum import einsum
 from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
 from nnmpi.tensor.sharded import gather_shards
@@ -35,6 +37,7 @@ __all__ = [
     "Tensor",
     "check_gradients",
     "concatenate",
+    "einsum",
     "enable_grad",
     "gather_shards",
     "grad_enabled",

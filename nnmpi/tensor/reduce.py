@@ -1,4 +1,6 @@
-"""Reductions along axes: sum, mean, variance, maximum, minimum; and the matrix product."""
+"""Reductions along axes: sum, mean, variance, maximum, minimum, running sums; and the matrix
+product.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -172,6 +174,37 @@ class Largest(_Reduction):
         np.equal(x, result.reshape(shape), out=ties)
         share = grad.reshape(shape) / self.xp.add.reduce(ties, axis=self.axes, keepdims=True)
         return (ties * share,)
+
+
+class CumSum(Function):
+    """The sums of an axis's elements up to each one."""
+
+    __slots__ = ("axis",)
+
+    traits = Traits(
+        onnx=lambda f, y, x: x.add("CumSum", np.array(f.axis, np.int64)),
+        samples=(
+            Sample("cumsum", lambda x: x.cumsum(1), ((2, 4, 3),)),
+            Sample("cumsum last axis", lambda x: x.cumsum(-1), ((3, 4),)),
+        ),
+    )
+
+    computes = "float32"
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the input's placement; sums along the sharded axis are refused."""
+        return placement_if_uncut(self, inputs[0], (self.axis,), "adds up along all of that axis")
+
+    def forward(self, x: Array) -> Array:
+        return np.cumsum(x, self.axis, dtype=x.dtype)
+
+    def backward(self, grad: Array) -> Grads:
+        # an element is in its own sum and in all that follow
+        following = np.cumsum(np.flip(grad, self.axis), self.axis, dtype=grad.dtype)
+        return (np.flip(following, self.axis),)
 
 
 class MatMul(Function):

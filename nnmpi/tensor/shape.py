@@ -1,4 +1,4 @@
-"""Operations that move or pick elements: reshape, transpose, join, pad, index."""
+"""Operations that move or pick elements: reshape, transpose, join, pad, sort, index."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -86,7 +86,11 @@ class Concatenate(Function):
 
     traits = Traits(
         onnx=WRITTEN,
-        samples=(Sample("concatenate", lambda a, b: Concatenate(1)(a, b), ((3, 2), (3, 4))),),
+        samples=(
+            Sample("concatenate", lambda a, b: Concatenate(1)(a, b), ((3, 2), (3, 4))),
+            Sample("roll", lambda x: x.roll((1, -2), (1, 2)), ((2, 3, 4),)),
+            Sample("repeat", lambda x: x.repeat(1, 2, 3), ((2, 2, 3),)),
+        ),
     )
 
     def __init__(self, axis: int) -> None:
@@ -119,6 +123,11 @@ class Pad(Function):
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
 
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the input's placement; a border along the sharded axis is refused."""
+        bordered = [axis for axis, widths in enumerate(self.widths) if any(widths)]
+        return placement_if_uncut(self, inputs[0], bordered, "adds elements along that axis")
+
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
         return np.pad(x, self.widths, mode="constant", constant_values=self.value)
@@ -126,6 +135,56 @@ class Pad(Function):
     def backward(self, grad: Array) -> Grads:
         (shape,) = self.saved
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
+
+
+def order_of(x: Array, axis: int, descending: bool) -> Array:
+    """Return the positions of the elements along an axis in sorted order; equal ones keep theirs.
+
+    NaN counts as larger than any number.
+    """
+    if not descending:
+        return np.argsort(x, axis, kind="stable")
+    # backwards twice, since equal elements of a reversed order would be reversed, too
+    behind = np.argsort(np.flip(x, axis), axis, kind="stable")
+    return np.flip(x.shape[axis] - 1 - behind, axis)
+
+
+class Sort(Function):
+    """The elements along an axis in order; equal ones keep theirs, and NaN is the largest."""
+
+    __slots__ = ("axis", "descending")
+
+    traits = Traits(
+        onnx=WRITTEN,
+        samples=(
+            Sample("sort", lambda x: x.sort(), ((2, 5),), values="distinct"),
+            Sample(
+                "sort descending",
+                lambda x: x.sort(1, descending=True),
+                ((2, 4, 2),),
+                values="distinct",
+            ),
+        ),
+    )
+
+    computes = "float32"
+    is_call = True  # its backward pass reads the order, which the values decide
+
+    def __init__(self, axis: int, descending: bool) -> None:
+        self.axis, self.descending = axis, descending
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the input's placement; a sort along the sharded axis is refused."""
+        return placement_if_uncut(self, inputs[0], (self.axis,), "needs all elements of that axis")
+
+    def forward(self, x: Array) -> Array:
+        order = order_of(x, self.axis, self.descending)
+        self.saved = (order,)
+        return np.take_along_axis(x, order, self.axis)
+
+    def backward(self, grad: Array) -> Grads:
+        places = np.argsort(self.saved[0], self.axis)  # of the elements in the sorted order
+        return (np.take_along_axis(grad, places, self.axis),)
 
 
 Index: TypeAlias = tuple[Any, ...]  # an item per axis, as NumPy reads it

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
+from itertools import accumulate, pairwise
 from math import prod
 from operator import ge, gt, index, le, lt
 from types import MappingProxyType
@@ -79,9 +80,11 @@ from nnmpi.tensor.shape import (
     GetItem,
     Pad,
     Reshape,
+    Sort,
     Transpose,
     View,
     is_basic,
+    order_of,
 )
 
 Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
@@ -105,6 +108,9 @@ _WRITTEN = MappingProxyType(
         "std": "x.var().sqrt()",
         "repeat": "x[np.repeat(np.arange(len(x)), 2)]",
         "expand_dims": "x[None]",
+        "tile": "x.repeat(...)",
+        "split": "x.split(size), with the size of a part",
+        "einsum": "nnmpi.tensor.einsum(...)",
         "where": "nnmpi.tensor.where(...)",
         "stack": "nnmpi.tensor.stack(...)",
         "maximum": "nnmpi.tensor.maximum(...)",
@@ -174,6 +180,7 @@ UNPACKED = MappingProxyType(
         "RNN": "for the last state, too, call h, last = rnn.with_state(x)",
         "max": "the positions are x.argmax(axis)",
         "min": "the positions are (-x).argmax(axis)",
+        "sort": "the positions are x.argsort(axis)",
         "MultiheadAttention": "write h = attention(x): its weights are not returned",
     }
 )
@@ -539,6 +546,41 @@ class Tensor(Drawn, Variable):
         at = None if axis is None else checked_axes(values.ndim, axis)[0]
         return values.argmax(axis=at, keepdims=keepdims)
 
+    @answered
+    def cumsum(self, axis: int) -> Tensor:
+        """Return the sums of an axis's elements up to each one.
+
+        Raises:
+            ShapeError: for an axis that the tensor does not have.
+        """
+        (at,) = checked_axes(self.ndim, axis)
+        return reduce.CumSum(at)(require_floating("cumsum", self))
+
+    @answered
+    def sort(self, axis: int = -1, descending: bool = False) -> Tensor:
+        """Return the elements along an axis in order; NaN counts as the largest.
+
+        The positions, PyTorch's second result, are `argsort`'s.
+
+        Raises:
+            ShapeError: for an axis that the tensor does not have.
+        """
+        (at,) = checked_axes(self.ndim, axis)
+        result = Sort(at, _flag("descending", descending))(self)
+        result.made_by = "sort"
+        return result
+
+    @answered
+    def argsort(self, axis: int = -1, descending: bool = False) -> Any:
+        """Return the positions of an axis's elements in sorted order, as an integer array.
+
+        Equal elements keep their order. Same errors as `sort`.
+        """
+        refuse("argsort")
+        (at,) = checked_axes(self.ndim, axis)
+        # not every array library sorts bfloat16
+        return order_of(to_float32(self._data), at, _flag("descending", descending))
+
     def exp(self) -> Tensor:
         """Return e to the power of the elements."""
         return _pointwise("exp", self)
@@ -659,6 +701,84 @@ class Tensor(Drawn, Variable):
         first, second = checked_axes(len(order), first, second)
         order[first], order[second] = second, first
         return Transpose(tuple(order))(self)
+
+    @answered
+    def split(self, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+        """Return the parts of an axis one after another, as views.
+
+        Args:
+            sizes: of the parts, in elements; a number for parts of this size, of which the last one
+                may be smaller. (`numpy.split` takes the number of parts.)
+            axis: the axis.
+
+        Raises:
+            ShapeError: for sizes that are not the axis's length in all, or an axis that the tensor
+                does not have.
+        """
+        (at,) = checked_axes(self.ndim, axis)
+        length = self.shape[at]
+        if isinstance(sizes, Sequence):
+            stops = [0, *accumulate(check_int("a size of split", size, 0) for size in sizes)]
+        else:
+            step = check_int("split's size", sizes, 1)
+            stops = [*range(0, length, step), length] if length else [0, 0]
+        if stops[-1] != length:
+            raise ShapeError(
+                f"split of axis {axis}, which has {length} elements, into {sizes} does not fit"
+            )
+        before = (slice(None),) * at
+        return tuple(self[(*before, slice(*part))] for part in pairwise(stops))
+
+    @answered
+    def roll(self, shift: int | Sequence[int], axis: Axis = None) -> Tensor:
+        """Return the elements moved along axes; those that leave at the end come back in front.
+
+        Args:
+            shift: by how many places, one number or one for each axis; negative ones move back.
+            axis: one axis or several; by default the elements move in order, whatever their axes.
+
+        Raises:
+            ShapeError: for an axis that the tensor does not have.
+            UsageError: for another number of shifts than of axes.
+        """
+        if axis is None:
+            return self.reshape(-1).roll(shift, 0).reshape(self.shape)
+        axes = checked_axes(self.ndim, *(axis if isinstance(axis, tuple | list) else (axis,)))
+        shifts = _numbers((shift,))
+        if len(shifts) != len(axes):
+            raise UsageError(
+                f"roll has {len(shifts)} shifts for {len(axes)} axes; give one for each axis"
+            )
+        x = self
+        for places, at in zip(shifts, axes, strict=True):
+            first = places % max(x.shape[at], 1)
+            if first:
+                front, back = x.split([x.shape[at] - first, first], at)
+                x = concatenate([back, front], at)
+        return x
+
+    def repeat(self, *counts: int | Sequence[int]) -> Tensor:
+        """Return copies one after another along the axes, as PyTorch's (NumPy calls it `tile`).
+
+        Args:
+            counts: of the copies, for each axis; more of them than axes add axes in front.
+
+        Raises:
+            ShapeError: for fewer counts than axes, or a negative one.
+        """
+        numbers = _numbers(counts)
+        if len(numbers) < self.ndim or min(numbers, default=0) < 0:
+            raise ShapeError(
+                f"repeat needs a count of at least 0 for each axis of shape {self.shape}, not"
+                f" {numbers}"
+            )
+        x = self.reshape(*(1,) * (len(numbers) - self.ndim), *self.shape)
+        for axis, count in enumerate(numbers):
+            if count == 0:
+                x = x[(*(slice(None),) * axis, slice(0, 0))]
+            elif count > 1:
+                x = concatenate([x] * count, axis)
+        return x
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
         """Return the tensor with a border.
@@ -807,6 +927,13 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
     if len(set(result)) != len(result):
         raise ShapeError(f"axis {axis} names an axis twice")
     return result
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Return a setting that is True or False; refuse others, such as a second axis."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is True or False, not {value!r}")
+    return value
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:

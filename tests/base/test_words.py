@@ -180,7 +180,7 @@ def test_what_is_called_and_is_no_function_of_that_form(call, right):
     [
         (MODEL, "fit compile evaluate predict summary save add get_weights register_forward_hook"),
         (MODEL, "training_step log from_pretrained push_to_hub get_submodule count_params"),
-        (nn, "CELU Mish MaxPool3d EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
+        (nn, "CELU Mish EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
         (nnmpi, "clip equal isclose vmap grad einsum linalg fft Generator atan2 sparse Trainer"),
         (optim, "LAMB LARS Lookahead ExponentialLR apply_updates"),
         (data, "Mixup RandAugment Resize IterableDataset StratifiedKFold DataLoader"),
@@ -246,6 +246,8 @@ def test_numpys_functions_are_answered_where_a_gradient_would_be_lost():
         (lambda: np.mean([x.sum()]), r"loss\.item\(\) for the number"),
         (lambda: np.std(x), r"write x\.var\(\)\.sqrt\(\)$"),  # by n, other than PyTorch's
         (lambda: np.repeat(x, 2), r"write x\[np\.repeat"),
+        (lambda: np.split(x, 3), r"write x\.split\(size\), with the size of a part"),
+        (lambda: np.einsum("i,i", x, x), r"write nnmpi\.tensor\.einsum"),
         (lambda: np.append(x, 1), r"give x\.numpy\(\) for the values$"),  # no list's method
         (lambda: np.copy(x), r"give x\.numpy\(\) for the values$"),
     ):

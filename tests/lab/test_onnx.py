@@ -18,7 +18,7 @@ from nnmpi.lab.onnx.operators import WRITERS, converted
 from nnmpi.lab.onnx.trace import trace
 from nnmpi.ops.attention import KeyValues
 from nnmpi.ops.experts import Experts, Gate
-from nnmpi.tensor import concatenate, maximum, where
+from nnmpi.tensor import concatenate, einsum, maximum, where
 from nnmpi.tensor.elementwise import RULES, activated
 from nnmpi.tensor.function import AsType, Function
 from nnmpi.tensor.traits import WRITTEN, NotExported
@@ -101,6 +101,13 @@ OWN = {
              x[:len(x), [2, 0]], x[:, np.array([1])].astype("float64").astype("float32")], 1),
         {}, (3, 4),
     ),
+    "named axes": (
+        lambda m, x: (
+            einsum("bij,bkj->bik", x, x * 2), einsum("bij,jk->bk", x, m.a.weight),
+            einsum("...i->...", x), einsum("bij,bij->bji", x, x + 1), concatenate(x.split(2, 2), 1),
+        ),
+        {"a": nn.Linear(4, 3, bias=False)}, (3, 4),
+    ),
     "products": (
         lambda m, x: x.swapaxes(1, 2) @ x @ TABLE[:4] + m.a.weight + m.b(x.reshape(len(x), 12))[0],
         {"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(12, 4)}, (3, 4),
@@ -125,10 +132,11 @@ OWN = {
     "pools": (
         lambda m, x: concatenate([
             m.a(x).reshape(len(x), -1), m.b(x).flatten(), m.c(x), m.d(x).flatten(),
-            m.e(x).flatten(), m.f(x).flatten()], 1),
+            m.e(x).flatten(), m.f(x).flatten(), m.g(x).flatten(), m.h(x).flatten()], 1),
         {"a": nn.AdaptiveAvgPool2d((2, 3)), "b": nn.AdaptiveAvgPool2d(2),
          "c": nn.GlobalAvgPool2d(), "d": nn.AvgPool2d(6, 1, 1), "e": nn.AvgPool2d(6, 2, (0, 3)),
-         "f": nn.AvgPool2d(6, 3)}, (6, 6, 2),
+         "f": nn.AvgPool2d(6, 3), "g": nn.AdaptiveMaxPool2d((4, 6)),
+         "h": nn.AdaptiveMaxPool2d(2)}, (6, 6, 2),
     ),
     "sequences": (
         lambda m, x: m.d(m.c(m.b(m.a(x)))) + m.e(x),
@@ -141,7 +149,10 @@ OWN = {
             ops.scaled_dot_product_attention(x[:, :, :2], x * 2, x[..., :1]),
         ), {}, (2, 5, 3),
     ),
-    "volumes": (lambda m, x: m.a(x), {"a": nn.Conv3d(2, 3, 2, padding=1)}, (3, 4, 4, 2)),
+    "volumes": (
+        lambda m, x: m.b(m.a(x)),
+        {"a": nn.Conv3d(2, 3, 2, padding=1), "b": nn.MaxPool3d(2, 1)}, (3, 4, 4, 2),
+    ),
     "recurrent": (
         lambda m, x: m.a(x) + m.b(x) + m.c(x),
         {"a": nn.LSTM(3, 4, 2, bidirectional=True), "b": nn.GRU(3, 8, 2), "c": nn.RNN(3, 8)},
@@ -289,6 +300,7 @@ REFUSED = {
         rf"the activation mine \(.*{HERE} has no counterpart",
     ),
     "a slice of the batch": (lambda m, x: x[:3], "other operations for 3 rows than for 2"),
+    "a sort of the batch": (lambda m, x: x.sort(0), rf"a sort over the batch \(.*{HERE} has no"),
     "a row of the batch": (lambda m, x: x[-2::-1], rf"numbers that depend on the batch.*{HERE}"),
     "no rows": (lambda m, x: x[:, -9::-1], rf"a slice without elements \(.*{HERE} has"),
     "no elements": (lambda m, x: x[:, :0].reshape(len(x), 0), rf"without elements \(.*{HERE} has"),

@@ -35,6 +35,13 @@ LAYERS = {
     "max pool": (lambda t: t.MaxPool1d(3), TIMES),
     "max pool options": (lambda t: t.MaxPool1d(3, 2, 1), TIMES),
     "avg pool": (lambda t: t.AvgPool1d(3, 2, 1), TIMES),
+    "max pool of volumes": (lambda t: t.MaxPool3d(2), VOLUMES),
+    "max pool of volumes, ties": (
+        lambda t: t.MaxPool3d((2, 3, 2), (1, 2, 1), (1, 1, 0)), VOLUMES.round()
+    ),
+    "avg pool of volumes": (lambda t: t.AvgPool3d(3, 2, 1), VOLUMES),
+    "max pool to a size": (lambda t: t.AdaptiveMaxPool2d((4, 3)), IMAGES.round()),
+    "max pool to a divisor": (lambda t: t.AdaptiveMaxPool2d(1), IMAGES),
     "instance": (lambda t: t.InstanceNorm2d(4), IMAGES),
     "instance of sequences": (lambda t: t.InstanceNorm1d(4, 1e-3, affine=True), TIMES),
     "instance of volumes": (lambda t: t.InstanceNorm3d(4, affine=True), VOLUMES),

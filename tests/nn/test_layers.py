@@ -24,6 +24,7 @@ from nnmpi.tensor.tensor import Tensor, concatenate, maximum, stack
 from tests.nn.test_experts import by_hand
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
+VOLUMES = np.random.default_rng(0).standard_normal((2, 3, 4, 4, 2)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
 
@@ -228,6 +229,31 @@ LAYERS = {
                 for i in (0, 1, 3, 4)
             ],
             1,
+        ),
+    ),
+    "AdaptiveMaxPool2d": (
+        lambda: nn.AdaptiveMaxPool2d((4, 3)),
+        IMAGES,
+        lambda m, x: stack(
+            [
+                stack([x[:, i : i + 2, 2 * j : 2 * j + 2].max((1, 2)) for j in range(3)], 1)
+                for i in (0, 1, 3, 4)
+            ],
+            1,
+        ),
+    ),
+    "MaxPool3d": (
+        lambda: nn.MaxPool3d(2, (1, 2, 2)),
+        VOLUMES,
+        lambda m, x: stack(
+            [ops.max_pool2d(maximum(x[:, i], x[:, i + 1]), 2) for i in range(x.shape[1] - 1)], 1
+        ),
+    ),
+    "AvgPool3d": (
+        lambda: nn.AvgPool3d(2, (1, 2, 2)),
+        VOLUMES,
+        lambda m, x: stack(
+            [ops.avg_pool2d((x[:, i] + x[:, i + 1]) / 2, 2) for i in range(x.shape[1] - 1)], 1
         ),
     ),
     "Upsample": (

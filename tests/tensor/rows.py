@@ -149,6 +149,58 @@ def stack(draw):
     return Case(lambda *tensors: tensor.stack(tensors, axis), inputs)
 
 
+def einsum(draw):
+    """Products of two and three tensors, traces, transpositions and any axes in front."""
+    lengths = {name: draw(st.integers(0, 3)) for name in "bijk"}
+    subscripts = draw(
+        st.sampled_from(
+            ("bij,bjk->bik", "bi,bi->b", "ij,jk,kb->bi", "ij,k->kji", "iij->j", "ij->", "ik,jk,kb")
+        )
+    )
+    terms = subscripts.partition("->")[0].split(",")
+    shapes = [[lengths[name] for name in term] for term in terms]
+    if draw(st.booleans()):
+        subscripts = ",".join(f"...{term}" for term in terms) + "->..." + subscripts.split("->")[-1]
+        front = broadcasting(draw, len(terms))
+        shapes = [[*axes, *shape] for axes, shape in zip(front, shapes, strict=True)]
+        if "," in subscripts.split("->")[-1]:
+            subscripts = subscripts.split("->")[0]
+    return Case(lambda *x: tensor.einsum(subscripts, *x), arrays(draw, anywhere, shapes))
+
+
+def on_axis(function):
+    """Return a builder for a function of a tensor of different elements, and an axis."""
+
+    def build(draw):
+        x = array(draw, distinct, draw_shape(draw, least=1))
+        axis = draw(st.integers(-x.ndim, x.ndim - 1))
+        return Case(lambda t: function(t, axis), [x])
+
+    return build
+
+
+def moves(draw, x):
+    """One or several axes and how far their elements move, or all elements in order."""
+    some = draw(st.permutations(range(x.ndim)))[: draw(st.integers(0, x.ndim))]
+    shifts = [draw(st.integers(-4, 4)) for _ in some]
+    return (shifts, some) if some else (draw(st.integers(-4, 4)),)
+
+
+def parts(draw, x):
+    """The sizes of the parts of an axis; the parts are joined in another order."""
+    axis = draw(st.integers(-x.ndim, x.ndim - 1))
+    first = draw(st.integers(0, x.shape[axis]))
+    size = draw(st.sampled_from(([first, x.shape[axis] - first], draw(st.integers(1, 3)))))
+    return size, axis
+
+
+def split(draw):
+    """Parts of one size and of several sizes."""
+    x = array(draw, anywhere, draw_shape(draw, least=1))
+    size, axis = parts(draw, x)
+    return Case(lambda t: tensor.concatenate(t.split(size, axis)[::-1], axis), [x])
+
+
 def sliced(draw):
     """Slices of any step, integers, new axes and an ellipsis."""
     x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
@@ -267,6 +319,19 @@ TENSOR = table(
     flatten=method("flatten", lambda draw, x: [draw(st.integers(0, x.ndim))], least=1),
     concatenate=concatenate,
     stack=stack,
+    einsum=einsum,
+    cumsum=method("cumsum", lambda draw, x: two_axes(draw, x)[:1], least=1),
+    sort={
+        "ascending": on_axis(Tensor.sort),
+        "descending": on_axis(lambda x, axis: x.sort(axis, descending=True)),
+    },
+    split=split,
+    roll=method("roll", moves),
+    repeat=method(
+        "repeat",
+        lambda draw, x: [draw(st.sampled_from((1, 2, 3, 0))) for _ in (0, *x.shape)],
+        most=2,
+    ),
     pad=method("pad", borders),
     getitem={"sliced": sliced, "picked": picked, "masked": masked},
 )

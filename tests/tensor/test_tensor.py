@@ -5,9 +5,11 @@ import operator
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi import Tensor
 from nnmpi.backend.array import is_array
 from nnmpi.base.errors import DtypeError, UsageError
+from nnmpi.tensor import concatenate, einsum
 from tests.device.here import here
 from tests.harness.refusals import refuses, usage_error
 
@@ -207,3 +209,54 @@ def test_an_array_on_the_left_computes_as_the_tensor_does():
 )
 def test_a_function_of_numpy_says_what_to_write(call, words):
     refuses((UsageError, TypeError), words, lambda: call(Tensor([1.0, 2.0], requires_grad=True)))
+
+
+def test_operations_that_move_sort_and_name_axes_are_replayed():
+    """Their order is that of each call's values, not of the recorded ones."""
+    weight = Tensor(np.linspace(-1, 1, 12).reshape(3, 4), requires_grad=True)
+
+    def step(x):
+        weight.grad = None
+        sums = einsum("ij,kj->ik", x, weight).cumsum(1)
+        left, right = sums.sort(1, descending=True).split([1, 2], axis=1)
+        y = concatenate([right.roll(1, 1), left.repeat(1, 2)], 1)
+        (y * y).sum().backward()
+        return y
+
+    compiled = nnmpi.compile(step)
+    for seed in range(6):
+        x = Tensor(np.random.default_rng(seed).normal(size=(5, 4)))
+        expected, grad = step(x).numpy().copy(), weight.grad.copy()
+        np.testing.assert_array_equal(compiled(x).numpy(), expected)
+        np.testing.assert_array_equal(weight.grad, grad)
+    assert not compiled.refusal and compiled.recordings
+
+
+@pytest.mark.parametrize(
+    "call, right",
+    [
+        (lambda x: einsum("ij,jk", x), "name 2 tensors, but it got 1"),
+        (lambda x: einsum("i", x), "do not fit a tensor of 2 axes"),
+        (lambda x: einsum("ij,ij->ik", x, x), "has to name axes of the tensors"),
+        (lambda x: einsum("i1", x), "are no letters"),
+        (lambda x: einsum("ij,jk", x, x), "'j' is 3 and 2"),
+        (lambda x: einsum(x, "ij"), "takes its subscripts first"),
+        (lambda x: x.split([1, 3]), r"2 elements, into \[1, 3\] does not fit"),
+        (lambda x: x.split(0), "at least 1"),
+        (lambda x: x.roll((1, 2), 0), "2 shifts for 1 axes"),
+        (lambda x: x.repeat(2), "a count of at least 0 for each axis"),
+        (lambda x: x.sort(2), "does not fit an array of 2 dimensions"),
+        (lambda x: x.sort(0, 1), "descending is True or False"),
+        (lambda x: [*x.sort()], r"the positions are x\.argsort\(axis\)"),
+        (lambda x: x.astype("int64").cumsum(0), "needs floating point"),
+    ],
+)
+def test_what_they_refuse(call, right):
+    refuses(nnmpi.NnmpiError, right, call, Tensor(np.ones((2, 3), np.float32)))
+
+
+def test_sorting_puts_nan_last_and_keeps_the_order_of_equal_elements():
+    x = Tensor(np.array([2.0, np.nan, 1.0, 2.0, 1.0]))
+    assert x.argsort().tolist() == [2, 4, 0, 3, 1]
+    assert x.argsort(descending=True).tolist() == [1, 0, 3, 2, 4]
+    assert x.sort().numpy()[:4].tolist() == [1, 1, 2, 2]

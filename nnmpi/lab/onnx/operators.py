@@ -26,7 +26,7 @@ from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction
 from nnmpi.ops.recurrent import GRUFunction, LSTMFunction, RNNFunction
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.reduce import Largest, Sum, Variance
-from nnmpi.tensor.shape import Concatenate, GetItem, Reshape, View
+from nnmpi.tensor.shape import Concatenate, GetItem, Reshape, Sort, View
 from nnmpi.tensor.traits import WRITTEN, NotExported
 
 # The rows of ONNX's gates among nnmpi's: i, o, f, c of i, f, o, g; and z, r, h of r, z, n.
@@ -105,6 +105,13 @@ def _view(f: View, y: Array, x: Any) -> Any:
         if axes := [axis for axis, part in enumerate(among) if isinstance(part, kind)]:
             x = x.add(op, axes)
     return x
+
+
+def _sort(f: Sort, y: Array, x: Any) -> Any:
+    if f.axis == 0:  # the number of places is a constant
+        raise refused(x.graph, "a sort over the batch", "sort each sample")
+    size, largest = x.like.shape[f.axis], int(f.descending)
+    return x.add("TopK", [size], count=2, axis=f.axis, largest=largest)[0]
 
 
 def _get_item(f: GetItem, y: Array, x: Any, *indices: Any) -> Any:
@@ -337,6 +344,7 @@ WRITERS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
         PackedAttention: _packed_attention,
         RNNFunction: _recurrent,
         Reshape: _reshape,
+        Sort: _sort,
         Sum: _sum,
         TransposedLinearFunction: _linear,
         Variance: _variance,

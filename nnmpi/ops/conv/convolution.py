@@ -50,8 +50,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32, rounds_products
-from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair
-from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints
+from nnmpi.backend.windows import PairLike, RowsAndColumns, Triple, out_size, pair, triple
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledWinograd
@@ -360,21 +360,6 @@ def checked_spec(
                 f" {border[axis]}"
             )
     return ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-
-
-Triple = int | tuple[int, int, int]
-
-
-def triple(name: str, value: Triple, least: int) -> tuple[int, int, int]:
-    """Convert an integer or three (depth, rows, columns) to three; check them.
-
-    Raises:
-        UsageError: for a value below `least`, or another number of values.
-    """
-    values = check_ints(name, value if isinstance(value, tuple | list) else (value,) * 3, least)
-    if len(values) != 3:
-        raise UsageError(f"{name} must be one or three whole numbers, not {value!r}")
-    return values
 
 
 def conv3d(
