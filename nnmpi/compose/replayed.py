@@ -32,6 +32,7 @@ from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, OldValueError, Recording, Watch
+from nnmpi.nn.hooks import hooked
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
 
@@ -86,6 +87,7 @@ class Replay(Compiled):
         self._shapes: set[Any] = set()
         self._watch: Watch | None = None  # of the model
         self._new: Any = None  # the key of a pass with a new or changed model, which comes first
+        self._modules: list[Module] = []  # of the model, when it was last looked at
         self._changes = self.replays = 0
         self._has_strangers = False  # whether code outside of nnmpi takes part
 
@@ -115,6 +117,8 @@ class Replay(Compiled):
         mode, self._new = current(), None
         if mode.observe is not None or active() is not None:
             refusal = OBSERVED
+        elif (module := hooked(self._modules)) is not None:
+            refusal = f"a forward hook of {module.path or type(module).__name__} is called"
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal
             return False
@@ -180,6 +184,7 @@ class Replay(Compiled):
         self._shapes, self._new = {self._new}, None
         self._changes += 1
         modules = list(self._model.named_modules())
+        self._modules = [module for _, module in modules]
         strangers = [
             f"{name} ({type(module).__name__})"
             for name, module in modules

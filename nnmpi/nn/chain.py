@@ -164,6 +164,12 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
     if _has_own_forward(module):
         yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
+    elif module.forward_hooks and _is_opened(module):
+        raise UsageError(
+            f"{path or 'the model'} has a forward hook, but a model that is divided between layers"
+            f" calls the layers of this {type(module).__name__} one by one; register the hook on"
+            " one of them"
+        )
     elif type(module) is Sequential:
         names = iter([inside + name for name, _ in module.children()])
         for run in runs(module.layers):
@@ -189,6 +195,11 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
             yield ChainLayer(inside + name, partial(without_stash, getattr(module, half)), members)
     else:
         yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
+
+
+def _is_opened(module: Module) -> bool:
+    """Return whether a chain has a module's parts as layers."""
+    return type(module) in (Sequential, Residual) or "links" in vars(type(module))
 
 
 def _has_own_forward(module: Module) -> bool:

@@ -48,6 +48,7 @@ from nnmpi.base.errors import (
 from nnmpi.base.settled import Settled
 from nnmpi.base.shard import Region
 from nnmpi.base.words import answered, raise_missing
+from nnmpi.nn.hooks import ForwardHook, Hook, call_hooks
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Reach, ShardingTable, Units
 from nnmpi.tensor.function import Variable, assigned
@@ -196,6 +197,7 @@ class Module(Settled):
 
     Attributes:
         path: the full name in the initialized model ("" for the model itself).
+        forward_hooks: see `register_forward_hook`.
         storage: the flat storage; only the model on which `initialize` was called has it.
         sharding: the model's default sharding table, for tensor parallelism.
         units: child's name -> the indivisible units of that child's features, for sharding. A
@@ -227,6 +229,7 @@ class Module(Settled):
     reach: ClassVar[Reach | None] = None
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
+    forward_hooks: tuple[ForwardHook, ...] = ()
     sharding: ShardingTable = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
@@ -271,10 +274,50 @@ class Module(Settled):
             raise GraphError(
                 f"{type(self).__name__} got None; the forward that made it must return its result"
             ) from error
+        if self.forward_hooks:
+            result = call_hooks(self, tuple(map(_input, inputs)), result)
         observe = current().observe
         if observe is not None:
             observe(self, result)
         return result
+
+    def register_forward_hook(self, hook: Hook) -> ForwardHook:
+        """Call a function with each result of this module, from now on.
+
+        It is called in each pass: of training and of evaluation, of layers that are computed again
+        for want of memory, and of a trial by which a layout is chosen. On each rank it gets the
+        rank's rows, and of layers that tensor parallelism shards the rank's features. Methods
+        beside the call of a module, such as an LSTM's `with_state`, do not call it. Meanwhile steps
+        are done by Python and not replayed.
+
+        Args:
+            hook: (module, inputs, result) -> None, or a result to use in its place. The inputs are
+                a tuple.
+
+        Returns:
+            A handle: `handle.remove()` ends it, and so does the end of a `with` block.
+
+        Raises:
+            UsageError: for no function, and for a layer of which each rank has a part.
+
+        Example:
+            >>> model, seen = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).initialize(seed=0), []
+            >>> with model[0].register_forward_hook(lambda layer, x, y: seen.append(y.shape)):
+            ...     y = model(np.ones((2, 3), "float32"))
+            >>> seen
+            [(2, 4)]
+        """
+        if not callable(hook):
+            raise UsageError(f"a forward hook is a function (module, inputs, result), not {hook!r}")
+        part = vars(self).get("_part")
+        if part is not None:
+            raise UsageError(
+                f"this {type(self).__name__} is sharded over ranks, and its part on this rank is"
+                f" used in its place; register the hook at arrangement.model.get({part!r})"
+            )
+        handle = ForwardHook(self, hook)
+        self.forward_hooks = (*self.forward_hooks, handle)
+        return handle
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__

@@ -329,6 +329,11 @@ class ModelWalk:
         placed = place(module, context)
         if any(item is module for _, item in placed[0].named_modules()):
             return placed
+        if module.forward_hooks:
+            raise context.error(
+                "has a forward hook, but each rank gets a part of the layer; register the hook at"
+                f" arrangement.model.get({name!r}) once it is arranged"
+            )
         vars(module)["_part"] = name  # which refuses to write to the module from now on
         elsewhere = [
             key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement
