@@ -171,6 +171,11 @@ class Recorder(CallList):
             self.spoil("the step brings arrays to a device; give it some that are there")
         return Makers(self) if xp is np and not self.spoiled else xp
 
+    def enter(self, module: Any) -> None:
+        """Note a module that is called, and those within it."""
+        if id(module) not in self.owners:
+            self.owners.update((id(item), item) for _, item in module.named_modules())
+
     def apply(self, function: Any, inputs: Any, values: list[Any]) -> Any:
         """Run an operation's forward and record it; return its array."""
         return function.recorded(self, inputs, values)

@@ -51,6 +51,7 @@ from nnmpi.base.words import answered, raise_missing
 from nnmpi.nn.hooks import ForwardHook, Hook, call_hooks
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Reach, ShardingTable, Units
+from nnmpi.nn.summary import ModelSummary, summarize
 from nnmpi.tensor.function import Variable, assigned
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
@@ -262,8 +263,8 @@ class Module(Settled):
             GraphError: for None as the first input, if `forward` fails for it.
         """
         recorder = active()
-        if recorder is not None and id(self) not in recorder.owners:
-            recorder.owners.update((id(module), module) for _, module in self.named_modules())
+        if recorder is not None:
+            recorder.enter(self)
         try:
             if named:
                 named = {name: _input(x) for name, x in named.items()}
@@ -280,6 +281,31 @@ class Module(Settled):
         if observe is not None:
             observe(self, result)
         return result
+
+    def summary(self, *inputs: Any) -> ModelSummary:
+        """Return a table of the layers: results, parameters, multiply-adds, memory of the results.
+
+        Multiply-adds are those of products of matrices, such as a convolution's or an attention's;
+        a step of training does about three times as many. The memory is that of the arrays which
+        the layers' operations make of these inputs: a training keeps at most these until its
+        backward pass. Each number is a layer's own, without those of layers within it.
+
+        Args:
+            inputs: as for a call of the model: a sample, or a batch.
+
+        Raises:
+            UsageError: without inputs, and for a forward that decides by values.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).initialize(seed=0)
+            >>> model.summary(np.ones((2, 3), "float32"))
+            layer       result  parameters  multiply-adds  memory
+            Sequential  2x4
+            | 0 Linear  2x4     16          24             32 B
+            | 1 ReLU    2x4                                32 B
+            total       2x4     16          24             64 B
+        """
+        return summarize(self, inputs)
 
     def register_forward_hook(self, hook: Hook) -> ForwardHook:
         """Call a function with each result of this module, from now on.

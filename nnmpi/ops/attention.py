@@ -9,7 +9,7 @@ copied. See `attend` for NaN under a causal mask.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class Attention(Function):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        # also with a causal mask, whose half is zeros
+        products=lambda f, y, q, k, v: prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3]),
         samples=(
             Sample(
                 "scaled_dot_product_attention",
@@ -258,6 +260,7 @@ class PackedAttention(CachedAttention):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=lambda f, y, x: y.size * x.shape[1] * 2,
         samples=(
             Sample("attention", lambda qkv: attention(qkv, 2, causal=True), ((2, 4, 12),)),
             Sample("attention to all", lambda qkv: attention(qkv, 1, causal=False), ((2, 4, 6),)),

@@ -109,7 +109,14 @@ class Experts(Function):
 
     __slots__ = ("exchange", "gate", "positions", "ranks", "weight")
 
-    traits = Traits(onnx=WRITTEN, tested_in="tests/nn/test_experts.py")
+    traits = Traits(
+        onnx=WRITTEN,
+        tested_in="tests/nn/test_experts.py",
+        # without regard to what exceeds an expert's capacity
+        products=lambda f, y, x, p, w1, b1, w2, b2: (
+            x.shape[0] * x.shape[1] * f.gate.top_k * (w1.size + w2.size) // len(w1)
+        ),
+    )
 
     computes = "float32"
     is_call = True

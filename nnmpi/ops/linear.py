@@ -38,6 +38,7 @@ class LinearFunction(Function):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=lambda f, y, x, *_: y.size * x.shape[-1],
         samples=(
             Sample("linear", lambda *given: linear(*given), ((3, 4), (4, 2), (2,)), parameters=2),
             Sample(
@@ -113,6 +114,7 @@ class TransposedLinearFunction(LinearFunction):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=lambda f, y, x, *_: y.size * x.shape[-1],
         samples=(
             Sample(
                 "linear_transposed",
@@ -139,6 +141,7 @@ class PartialLinear(LinearFunction):
     traits = Traits(
         onnx=NotExported(),
         channels=Channels.LAST,
+        products=lambda f, y, x, *_: y.size * x.shape[-1],
         tested_in="tests/parallel/sharded/test_layers.py",
     )
 

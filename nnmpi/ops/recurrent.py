@@ -58,6 +58,11 @@ from nnmpi.tensor.traits import WRITTEN, Channels, Sample, Traits
 __all__ = ["gru", "lstm", "rnn"]
 
 
+def _products(f: Function, y: Array, x: Array, weight: Array, recurrent: Array, *_: Any) -> int:
+    """See `Traits.products`."""
+    return x.shape[0] * x.shape[1] * (weight.size + recurrent.size)
+
+
 @dataclass(frozen=True)
 class Packing:
     """The real rows of a padded batch, and their packed order.
@@ -373,6 +378,7 @@ class LSTMFunction(RecurrentFunction):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=_products,
         samples=(
             Sample(
                 "lstm",
@@ -529,6 +535,7 @@ class GRUFunction(RecurrentFunction):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=_products,
         samples=(
             Sample(
                 "gru",
@@ -632,6 +639,7 @@ class RNNFunction(RecurrentFunction):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=_products,
         samples=(
             Sample(
                 "rnn", lambda *given: rnn(*given), ((3, 4, 2), (2, 3), (3, 3), (3,)), parameters=3

@@ -213,6 +213,7 @@ class MatMul(Function):
     traits = Traits(
         onnx=lambda f, y, a, b: a @ b,
         channels=Channels.LAST,
+        products=lambda f, y, a, b: y.size * a.shape[-1],
         samples=(
             Sample("matmul", lambda a, b: a @ b, ((3, 4), (4, 2)), parameters=1),
             Sample("matmul stacks", lambda a, b: a @ b, ((3, 2, 4), (3, 4, 2))),

@@ -106,9 +106,12 @@ class Traits:
         channels: of its result in PyTorch.
         samples: on which it is tested.
         tested_in: the file of its tests, if it cannot be called alone, as on ranks.
+        products: (operation, its result, *its inputs) -> how many pairs of numbers it multiplies
+            and adds up, if it multiplies matrices; `Module.summary` shows it.
     """
 
     onnx: OnnxForm
     channels: Channels = Channels.KEPT
     samples: tuple[Sample, ...] = ()
     tested_in: str = ""
+    products: Callable[..., int] | None = None

@@ -178,7 +178,7 @@ def test_what_is_called_and_is_no_function_of_that_form(call, right):
 @pytest.mark.parametrize(
     "owner, names",
     [
-        (MODEL, "fit compile evaluate predict summary save add get_weights register_forward_hook"),
+        (MODEL, "fit compile evaluate predict save add get_weights register_forward_pre_hook"),
         (MODEL, "training_step log from_pretrained push_to_hub get_submodule count_params"),
         (nn, "CELU Mish EmbeddingBag CTCLoss Dense Conv2D BatchNormalization"),
         (nnmpi, "clip equal isclose vmap grad einsum linalg fft Generator atan2 sparse Trainer"),

@@ -37,12 +37,17 @@ class ConvSpec(NamedTuple):
     groups: int = 1
     pool: RowsAndColumns = NO_POOL
 
-    def pooled_size(self, h: int, w: int) -> RowsAndColumns:
-        """Return the result's rows and columns for images of h x w, after any pooling."""
+    def unpooled_size(self, h: int, w: int) -> RowsAndColumns:
+        """Return the convolution's rows and columns for images of h x w, before any pooling."""
         axes = zip((h, w), *self[:4], strict=True)
         rows, columns = (
             out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes
         )
+        return rows, columns
+
+    def pooled_size(self, h: int, w: int) -> RowsAndColumns:
+        """Return the result's rows and columns for images of h x w, after any pooling."""
+        rows, columns = self.unpooled_size(h, w)
         return rows // self.pool[0], columns // self.pool[1]
 
 

@@ -45,6 +45,8 @@ algorithms compute both (Dumoulin and Visin, "A guide to convolution arithmetic 
     backward    dx = C(dy),     dW = C's weight gradient for images dy and output gradient x
 """
 
+from math import prod
+
 import numpy as np
 
 from nnmpi.backend.array import Array
@@ -105,6 +107,11 @@ class Conv2dFunction(Function):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.FIRST,
+        products=lambda f, y, x, weight, *_: (
+            weight.size
+            * len(x)
+            * prod(f.algorithm.spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]))
+        ),
         samples=(
             Sample(
                 "conv2d",
@@ -436,6 +443,7 @@ class ConvTranspose2dFunction(Function):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.FIRST,
+        products=lambda f, y, x, weight: weight.size * prod(x.shape[:3]),
         samples=(
             Sample(
                 "conv_transpose2d",
