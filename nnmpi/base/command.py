@@ -75,6 +75,7 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 
 MANY = "..."  # ends the name of paths of which there may be several
 HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
+_COMMAND_AT_END = re.compile(r"(?<=: )(mpirun|srun|nnmpi|python) .*$")
 # Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
 EXAMPLE = (" ", "nnmpi ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
@@ -97,14 +98,54 @@ PLAIN: Mapping[Any, tuple[str, str]] = {
 }
 
 
+def broken(line: str, indent: int = 4) -> str:
+    """Return a line of words in lines of at most HELP_WIDTH columns; what has no space stays whole.
+
+    A command at its end stays in one line, to be copied from there.
+
+    Args:
+        indent: of the lines below the first one.
+    """
+    if len(line) <= HELP_WIDTH:
+        return line
+    found = _COMMAND_AT_END.search(line)
+    words, command = (line[: found.start()], found[0]) if found else (line, "")
+    lines = wrap(
+        words,
+        HELP_WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if command and len(lines[-1]) + 1 + len(command) > HELP_WIDTH:
+        lines.append(" " * indent + command)
+    elif command:
+        lines[-1] += f" {command}"
+    return "\n".join(lines)
+
+
+def _continued(example: str) -> str:
+    """Return an example's line; a command that is too long in several, which a shell joins."""
+    if len(example) <= HELP_WIDTH or example.startswith(" "):
+        return example
+    room = HELP_WIDTH - len(" \\")
+    parts = wrap(
+        example, room, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(parts)
+
+
 def folded(text: str) -> str:
-    """Return a text with paragraphs wrapped to HELP_WIDTH; paragraphs of EXAMPLE lines stay."""
+    """Return a text with paragraphs wrapped to HELP_WIDTH; lines of EXAMPLE stay.
+
+    A command that is longer goes on in the next line, as a shell reads it.
+    """
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
         examples = all(line.startswith(EXAMPLE) for line in lines)
         paragraphs.append(
-            paragraph
+            "\n".join(map(_continued, lines))
             if examples
             else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False))
         )
@@ -655,9 +696,16 @@ def printable(text: str) -> str:
 
 
 def complain(text: str) -> None:
-    """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
-    start = "nnmpi: " if "Traceback" not in text else ""
-    for stream, line in (sys.stdout, ""), (sys.stderr, f"{start}{printable(text)}\n"):
+    """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: ".
+
+    In a terminal it is broken at 80 columns; in a file a sentence is a line.
+    """
+    shown = printable(text)
+    if "Traceback" not in text:
+        shown = f"nnmpi: {shown}"
+        if getattr(sys.stderr, "isatty", bool)():
+            shown = "\n".join(broken(line) for line in shown.split("\n"))
+    for stream, line in (sys.stdout, ""), (sys.stderr, f"{shown}\n"):
         # None if closed before the start; closed since; or without a reader
         with suppress(AttributeError, OSError, ValueError):
             stream.write(line)

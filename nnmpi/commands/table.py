@@ -13,7 +13,7 @@ GROUPS = {
     "Train, and use a run": {
         "train": "train a network: mpirun -n 4 nnmpi train",
         "lab.run": "train, and restart after each fault from the last checkpoint",
-        "lab.report": "make a page of one run or several: curves, where time went, options",
+        "lab.report": "make a page of runs: curves, where time went, options",
         "commands.evaluate": "evaluate a run on data",
         "commands.predict": "predict the classes of samples and images",
         "commands.generate": "generate text with a language model",
@@ -30,7 +30,7 @@ GROUPS = {
     },
     "Teach and learn": {
         "teaching.exercise": "check exercises; a mistake is named by chunk, rank and step",
-        "teaching.grade": "grade solutions of exercises, for Gradescope, Classroom 50, JUnit",
+        "teaching.grade": "grade solutions, for Gradescope, Classroom 50 and JUnit",
         "teaching.simrun": "run an mpi4py program on simulated ranks; find its deadlocks",
     },
 }

@@ -717,7 +717,7 @@ class Worker(Trainer, read_once="scaling exchange strategy notice passes ledger"
         kinds = ", ".join(
             f"{kind} {format_bytes(nbytes)}" for kind, nbytes in ledger.peaks.items() if nbytes
         )
-        return [f"{line}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
+        return [f"{line}:", *wrap(kinds, 76, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:
         """Compute in the worker's precision; with reduction "fixed", with one BLAS thread.

@@ -1,8 +1,8 @@
 """`nnmpi report RUN...`: one page of a run: curves, where time went, memory, options; or of several
 runs: their curves in the same pictures, their results, and the options that differ.
 
-    nnmpi report runs/digits-cnn                 writes runs/digits-cnn/report.html
-    nnmpi report runs/a runs/b runs/c            writes report.html here
+    nnmpi report runs/digits-cnn              writes runs/digits-cnn/report.html
+    nnmpi report runs/a runs/b runs/c         writes report.html here
     nnmpi report runs/digits-cnn --out page.html
     nnmpi report runs/digits-cnn --tensorboard FOLDER
 

@@ -3,7 +3,7 @@
 nnmpi grade assignment.toml work/ --starter        # starter files
 nnmpi grade assignment.toml my_ring.py
 nnmpi grade assignment.toml submissions/ --json grades.json
-nnmpi grade assignment.toml submissions/ --as class    # or one, if it could be both
+nnmpi grade assignment.toml submissions/ --as class  # or one, if it may be both
 nnmpi grade assignment.toml /autograder/submission --format gradescope
 
 An assignment is a file in TOML:

@@ -82,6 +82,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f" {_optimizer(config.optimization, extent)}"
             f"{f', average of the weights by {ema:g}' if (ema := config.numerics.ema) else ''}"
         ),
+        f"training: {_habits(run)}",
         _statistics(group, inputs, trainer),
         *([f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []),
         f"run folder: {config.run.out}",
@@ -89,6 +90,22 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     return [
         (name, text) for name, _, text in (line.partition(": ") for line in named if line) if text
     ]
+
+
+def _habits(run: TrainingRun) -> str:
+    """Return what else is done to samples, losses and gradients; "" for nothing."""
+    config = run.config
+    weights = config.optimization.class_weights
+    clip, smoothing = config.numerics.clip, config.optimization.label_smoothing
+    given = weights if isinstance(weights, str) else " ".join(f"{weight:g}" for weight in weights)
+    return ", ".join(
+        [
+            *([f"augmentation {config.data.augment}"] if config.data.augment != "none" else []),
+            *([f"class weights {given}"] if weights else []),
+            *([f"label smoothing {smoothing:g}"] if smoothing else []),
+            *([f"gradients clipped to a norm of {clip:g}"] if clip is not None else []),
+        ]
+    )
 
 
 def _idle(run: TrainingRun, nodes: int) -> str:

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 import nnmpi.base.clock as clock
-from nnmpi.base.command import Console
+from nnmpi.base.command import Console, broken
 from nnmpi.base.units import format_duration, format_seconds
 from nnmpi.compose.evaluation import Evaluation
 from nnmpi.compose.stats import PARTS, Totals, perplexity, r2
@@ -132,7 +132,7 @@ class Reporter:
         window = state.window
         self._windows += 1
         if self._windows == 2 and self._hosts > 1:  # the first window includes slow first steps
-            self._console.say(f"  {compare_hosts(window, self._hosts)}")
+            self._console.say(broken(f"  {compare_hosts(window, self._hosts)}"))
         self._write(
             "train",
             state,
@@ -209,7 +209,7 @@ class Reporter:
         more: Sequence[str] = (),
         suffix: str = "",
     ) -> None:
-        """Print an epoch, or the last one's part, in a line of at most 100 columns.
+        """Print an epoch, or the last one's part.
 
         The metrics that were asked for come in a line below.
 
@@ -223,19 +223,20 @@ class Reporter:
         trained = self.result(totals)
         has_wide = self._tokens or self._inputs.train.variance is not None
         if report is not None and has_wide:  # the test's metrics need the room
-            trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
+            trained = f"loss {totals.loss:.4f}; test {self.result(report)}"
         elif report is not None:
-            trained += f", {self.result(report, 'test ')}"
+            accuracy = f", {100 * self._metrics_of(report)['accuracy']:.2f} %"
+            trained += f"; test {report.loss:.4f}{accuracy}"  # in the order of the training's
         batches = self._extent.train_batches
         part = f" ({totals.steps} of {batches} batches)" if totals.steps < batches else ""
-        self._console.say(
-            f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}"
-        )
+        line = f"epoch {number}/{self._extent.epochs}{part}: {trained}; {self._rate(totals)}"
+        self._console.say(broken(line))
         if report is not None:
             self._console.say(*(f"  {line}" for line in self.asked(report)))
         if self._options.verbose:
-            self._console.say(f"  {totals.breakdown(suffix)}")
-            self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
+            self._console.say(broken(f"  {totals.breakdown(suffix)}"))
+            if totals.comm_calls:
+                self._console.say(broken(f"  {totals.communication()}"))
         self.say(more)
         self._wait()
 
@@ -271,7 +272,7 @@ class Reporter:
 
     def say(self, lines: Sequence[str]) -> None:
         """Print lines below an epoch's, without those that have not changed since the last call."""
-        self._console.say(*(f"  {line}" for line in lines if line not in self._below))
+        self._console.say(*(broken(f"  {line}") for line in lines if line not in self._below))
         self._below = lines
 
     def segment(self, state: RunState, report: SegmentReport) -> None:
@@ -299,10 +300,11 @@ class Reporter:
         stale = sum_staleness(self._recorder.read())
         if gradients := stale.total.total():
             self._write(RUN_STALENESS, state, stale.to_json())
-            self._console.say(
+            line = (
                 f"staleness over the run: {stale.mean():.2f} on average, at most {stale.largest()},"
                 f" of {gradients:,} gradients"
             )
+            self._console.say(broken(line))
 
     def evaluation(self, kind: str, state: RunState, report: Evaluation) -> None:
         """Record an evaluation.

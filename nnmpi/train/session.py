@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.base.command import Console
+from nnmpi.base.command import Console, broken
 from nnmpi.base.custom import Custom, load_custom
 from nnmpi.base.errors import (
     CheckpointError,
@@ -137,7 +137,8 @@ def begin(
             if foreseen is not None:
                 console.say(*foreseen.lines)
             shown = facts if has_header else []
-            console.say(*(f"{name + ':':<12} {text}" for name, text in shown), *notices)
+            console.say(*(broken(f"{name + ':':<12} {text}", 13) for name, text in shown))
+            console.say(*map(broken, notices))
             records = folder if group.is_root and run.has_folder else None
             with MetricsRecorder(records, callback) as recorder:
                 rows = () if last is None else last.values.get("history", ())
@@ -150,7 +151,7 @@ def begin(
         if group.is_root and run.has_folder:
             if foreseen is not None:
                 console.say(*foreseen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
-            console.say(f"curves: nnmpi report {quote(str(folder.path))}")
+            console.say(broken(f"curves: nnmpi report {quote(str(folder.path))}"))
 
 
 def _load_callback(name: Custom | None) -> Callable[..., object] | None:
@@ -376,7 +377,7 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     if run.has_folder:
         on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends
-    console.say(*_last_lines(run, loop))
+    console.say(*map(broken, _last_lines(run, loop)))
 
 
 def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:

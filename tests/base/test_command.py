@@ -211,7 +211,7 @@ def test_help_has_forms_explanations_and_defaults():
 
 
 def test_paragraphs_are_wrapped_and_examples_are_not():
-    long, example = "word " * 40, "nnmpi train " + "--more " * 20 + "end"
+    long, example = "word " * 40, "nnmpi train " + "--more " * 8 + "end"
     text = folded(f"{long}\n\n{example}\n{example}\n\nEnd.")
     assert text.endswith(f"\n\n{example}\n{example}\n\nEnd.") and len(text.splitlines()[0]) <= 80
     with pytest.raises(HelpAsked) as caught:

@@ -128,3 +128,23 @@ def test_a_terminal_is_known_under_a_launcher_too(start, tmp_path):
     job = [sys.executable, "-c", f"import pty; pty.spawn({words!r})"]
     ending = run(job, tmp_path / "output", 60.0, cwd=tmp_path)
     assert re.findall(r"seen (\w+)", ending.output) == ["True", "False"]
+
+
+def test_the_lines_of_a_run_have_80_columns_and_the_header_names_what_is_done(tmp_path, capsys):
+    """Longer ones have a long path."""
+    words = "--epochs 2 --batch-size 64 --augment shift --class-weights balanced --clip 1.5"
+    more = "--label-smoothing 0.1 --ema 0.9 --metric f1 recall:3 --keep-best --verbose"
+    on_ranks(main, f"--dataset digits {words} {more} --out {tmp_path / 'run'}", 1)
+    printed = capsys.readouterr().out
+    path = str(tmp_path / "run")
+    assert all(len(line.replace(path, "run")) <= 80 for line in printed.splitlines())
+    text = re.sub(r"\s+", " ", printed)
+    assert (
+        "training: augmentation shift, class weights balanced, label smoothing 0.1, gradients"
+        " clipped to a norm of 1.5 " in text
+    )
+    assert re.search(
+        r"\nepoch 2/2: loss [\d.]+, accuracy [\d.]+ %; test [\d.]+, [\d.]+ %; \d+ ", printed
+    )
+    facts = (tmp_path / "run" / "console.txt").read_text()
+    assert "training:    augmentation shift" in facts
