@@ -152,6 +152,13 @@ def limit_threads(
         environ.update(dict.fromkeys(VARIABLES, "1"))
 
 
+def set_home(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set HOME, without which Open MPI's mpirun does not start, to the user's or /tmp."""
+    if "HOME" not in environ:
+        home = os.path.expanduser("~")  # by the user's number
+        environ["HOME"] = home if os.path.isabs(home) else "/tmp"
+
+
 def usable_cores() -> tuple[int, int]:
     """Return the numbers of cores on this node that this process and its launcher may use.
 

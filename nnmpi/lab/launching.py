@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nnmpi.base.errors import LaunchError, raised_as
-from nnmpi.base.launcher import read_launch
+from nnmpi.base.launcher import read_launch, set_home
 
 LauncherKind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
@@ -114,6 +114,7 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
     if ranks == 1 and not hosts:
         return Launcher("none")
     path = find_mpirun()
+    set_home()
     try:
         text = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=60, check=False

@@ -75,7 +75,7 @@ from nnmpi.base.launcher import python_words
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
 from nnmpi.teaching.exercise.exercises import EXERCISES, POWERS, SHAPES, find
-from nnmpi.teaching.exercise.solution import Solution, TimedOut
+from nnmpi.teaching.exercise.solution import Solution, TimedOut, how_to_give
 
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, which may quote a solution's exception
@@ -373,7 +373,9 @@ def _judge(
     if missing:
         return outcome(BLOCKED, f"it needs '{missing[0]}', which has not passed")
     if file is None:
-        return outcome(BLOCKED, f"there is no {criterion.file}")
+        inside = sorted(submission.iterdir()) if submission.is_dir() else [submission]
+        found = next(filter(None, map(how_to_give, inside)), "")
+        return outcome(BLOCKED, f"there is no {criterion.file}{found and f', but {found}'}")
     folder = submission if submission.is_dir() else None
     limits = assignment.limit_s, assignment.memory
     try:
@@ -422,7 +424,9 @@ def grade_class(
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def grade_in_process(submission: Path) -> Grade:
-        problem = "it is neither a folder nor a file whose name ends in .py"
+        problem = (
+            how_to_give(submission) or "it is neither a folder nor a file whose name ends in .py"
+        )
         is_file = submission.is_file() and submission.suffix == ".py"
         if not submission.is_symlink() and (submission.is_dir() or is_file):
             try:

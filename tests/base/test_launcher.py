@@ -1,8 +1,10 @@
 """Reading a process's place from what launchers set."""
 
+import os
+
 import pytest
 
-from nnmpi.base.launcher import Launch, read_launch, start_words
+from nnmpi.base.launcher import Launch, read_launch, set_home, start_words
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -67,3 +69,11 @@ def test_srun_may_speak_as_mpichs_mpirun():
 def test_slurms_list_of_tasks(text, node, expected):
     result = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
     assert result.local_size == expected
+
+
+def test_open_mpi_gets_a_home_where_the_environment_has_none():
+    """Without one its mpirun does not start."""
+    for environ in ({}, {"HOME": "/there"}):
+        expected = environ.get("HOME", os.path.expanduser("~"))
+        set_home(environ)
+        assert environ == {"HOME": expected}

@@ -233,6 +233,15 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path, monkeypatch):
     assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == expected.split()
 
 
+def test_a_launcher_is_asked_with_a_home(tmp_path, monkeypatch):
+    """As Open MPI's, which says nothing without one."""
+    make_script(tmp_path / "mpirun", '#!/bin/sh\n[ -n "$HOME" ] && echo "mpirun (Open MPI) 5"\n')
+    monkeypatch.setenv("NNMPI_MPIRUN", str(tmp_path / "mpirun"))
+    monkeypatch.delenv("HOME")
+    assert find_launcher(2, []).kind == "Open MPI"
+    assert os.environ["HOME"]
+
+
 def test_where_the_run_is_belongs_to_the_supervisor():
     words = [
         "--out",

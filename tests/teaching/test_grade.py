@@ -366,8 +366,22 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment, tmp_path):
         "zoe",
     )
     assert earned == {**dict.fromkeys(nothing, 0), "bob.py": 10, "ring_all_reduce.py": 10}
-    for name in ("loop.py", "zip.zip", "zoe"):
+    for name in ("loop.py", "zoe"):
         assert result[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
+    assert result["zip.zip"][0]["text"] == (
+        "zip.zip is an archive; unpack it, and give the folder: unzip zip.zip -d zip"
+    )
+
+
+def test_what_makes_a_submission_of_a_notebook_is_said(assignment, tmp_path):
+    """Whether it is given alone or in the submission's folder."""
+    (tmp_path / "work").mkdir()
+    notebook = tmp_path / "work" / "my work.ipynb"
+    notebook.write_text("{}")
+    for given, start in ((notebook, ""), (notebook.parent, "there is no ring_all_reduce.py, but ")):
+        text = main([str(assignment), str(given), "--as", "one"])
+        assert f"    {start}my work.ipynb is a notebook; save its code" in text
+        assert "jupyter nbconvert --to script 'my work.ipynb'" in text
 
 
 def test_a_grader_that_ends_is_a_row(assignment, tmp_path, monkeypatch):

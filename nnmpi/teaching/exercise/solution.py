@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Timer
 from typing import Any, Self
@@ -86,6 +87,22 @@ class TimedOut(WrongAnswer):
     """A solution over its time limit."""
 
 
+def how_to_give(file: Path) -> str:
+    """Return what makes a solution of an archive or a notebook; "" for other files."""
+    if file.suffix == ".ipynb":
+        return (
+            f"{file.name} is a notebook; save its code as a file of Python: jupyter nbconvert --to"
+            f" script {quote(file.name)}"
+        )
+    if file.suffix in (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"):
+        unpack = f": unzip {quote(file.name)} -d {quote(file.stem)}"
+        return (
+            f"{file.name} is an archive; unpack it, and give the folder"
+            f"{unpack if file.suffix == '.zip' else ''}"
+        )
+    return ""
+
+
 @dataclass(eq=False)
 class Solution:
     """A function of an untrusted file, called like a local one; a context manager.
@@ -120,7 +137,9 @@ class Solution:
                 names, comments and types.
         """
         if self.file.suffix != ".py":
-            raise WrongAnswer(f"{self.file.name} must be a file whose name ends in .py")
+            raise WrongAnswer(
+                how_to_give(self.file) or f"{self.file.name} must be a file whose name ends in .py"
+            )
         files = (
             [self.file]
             if self.folder is None
