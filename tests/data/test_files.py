@@ -57,7 +57,9 @@ def test_a_folder_of_somebody_else_is_no_cache(monkeypatch, tmp_path):
     assert kernels_folder().stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("dataset", ["paradise-lost --model lstm --features 8", "digits --jit"])
+@pytest.mark.parametrize(
+    "dataset", ["paradise-lost --model lstm --features 8", "digits --model mlp --jit"]
+)
 def test_bundled_data_need_no_home_that_can_be_written(monkeypatch, tmp_path, dataset):
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -69,6 +71,7 @@ def test_bundled_data_need_no_home_that_can_be_written(monkeypatch, tmp_path, da
     assert cache_folder() == kept and kept.stat().st_mode & 0o777 == 0o700
     words = f"--dataset {dataset} --max-steps 2 --eval-every 0 --quiet --out"
     on_ranks(train, [*words.split(), str(tmp_path / "run")], 2)
+    assert ("--jit" in dataset) == any(kept.rglob("*.nbi"))  # numba's own files
     shutil.rmtree(kept)
     kept.symlink_to(tmp_path)
     usage_error(f"{kept} is a link", cache_folder)
