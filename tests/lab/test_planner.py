@@ -18,8 +18,8 @@ from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.data import Dataset
-from nnmpi.lab import measure, plan
-from nnmpi.lab.planner import auto_layout, network, profile
+from nnmpi.lab import plan
+from nnmpi.lab.planner import auto_layout, profile
 from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
 from nnmpi.lab.planner.price import (
@@ -44,6 +44,7 @@ from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
 from tests.base.test_launcher import SLURM
 from tests.harness.refusals import usage_error
+from tests.lab.little import measure_little
 
 CONTEXT, TOKENS = 8, 12
 GPT = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
@@ -56,15 +57,7 @@ def quick(monkeypatch, tmp_path):
     """Plan for the smallest run, measure little, and keep nothing for others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(computing, "PAYS", 0.0)
-    for module, name, value in (
-        (profile, "time_calls", lambda *given: measure.time_calls(*given[:2], 0.0)),
-        (profile, "WARM_UP_STEPS", 0),
-        (measure, "WARM_UP_ROUNDS", 1),
-        (measure, "LEAST_ROUNDS", 1),
-        (network, "FIT_S", 0.05),
-        (measure, "ALL_REDUCE_SIZES", measure.ALL_REDUCE_SIZES[:-3]),  # up to a megabyte
-    ):
-        monkeypatch.setattr(module, name, value)
+    measure_little(monkeypatch)
 
 
 def workload(batch_size=16, samples=None, **options):

@@ -13,6 +13,7 @@ from nnmpi.lab.doctor import diagnose
 from nnmpi.lab.plan import main as plan
 from tests.harness.commands import on_ranks
 from tests.harness.job import run
+from tests.lab.little import measure_little
 
 pytestmark = pytest.mark.host_only("processes, whatever computes")
 
@@ -103,8 +104,9 @@ def test_what_a_finished_run_names_next_runs(call):
     assert call(command).status == 0
 
 
-def test_what_plan_prints_runs(call, capfd):
-    words = "--dataset iris --model mlp --hidden 8 --batch-size 32 --ranks 2"
+def test_what_plan_prints_runs(call, capfd, monkeypatch):
+    measure_little(monkeypatch)
+    words = "--dataset iris --model mlp --hidden 8 --batch-size 32 --ranks 2 --jit off"
     on_ranks(plan, [*words.split(), "--network", "alpha_us=10,gbit=10"])
     *_, line = capfd.readouterr().out.strip().splitlines()
     assert line.startswith("mpirun -n 2 nnmpi train "), line
