@@ -29,7 +29,7 @@ from nnmpi.train.checkpoint import (
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FAULTS, at_each_operation, read_tree
-from tests.harness.slow import MORE_FAULTS
+from tests.harness.slow import MORE_FAULTS, cases
 from tests.harness.survival import fast_folder, quick_trainings
 
 pytestmark = [
@@ -170,7 +170,10 @@ def last_words(run):
     return re.findall("best epoch .*", (run / "console.txt").read_text())[-1]
 
 
-@pytest.fixture(scope="module", params=[(1, ""), (2, "--zero 1 --ema 0.9")])
+ONE_RANK, TWO_RANKS = (1, ""), (2, "--zero 1 --ema 0.9")
+
+
+@pytest.fixture(scope="module")
 def undisturbed(request, tmp_path_factory):
     ranks, words = request.param
     with quick_trainings():
@@ -179,8 +182,20 @@ def undisturbed(request, tmp_path_factory):
         yield result
 
 
-@pytest.mark.parametrize("stride", [43, pytest.param(12, marks=[pytest.mark.slow(MORE_FAULTS)])])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "undisturbed, fault, stride",
+    [
+        *((ONE_RANK, fault, 43) for fault in FAULTS),
+        (TWO_RANKS, "kill", 43),
+        *(
+            pytest.param(run, fault, 19, marks=pytest.mark.slow(MORE_FAULTS))
+            for run in (ONE_RANK, TWO_RANKS)
+            for fault in FAULTS
+        ),
+    ],
+    indirect=["undisturbed"],
+    ids=lambda value: f"{value[0]}-ranks" if isinstance(value, tuple) else value,
+)
 def test_the_best_weights_are_those_that_a_run_says(fault, stride, undisturbed, place):
     """After the fault, and after the run has continued to its end.
 
@@ -223,9 +238,13 @@ def put_mine(folder):
 
 
 @pytest.mark.parametrize(
-    "exists", [True, pytest.param(False, marks=[pytest.mark.slow(MORE_FAULTS)])]
+    "fault, exists",
+    cases(
+        [(fault, exists) for fault in FAULTS for exists in (True, False)],
+        lambda fault, exists: exists == (fault == "kill") and fault != "full",
+        MORE_FAULTS,
+    ),
 )
-@pytest.mark.parametrize("fault", FAULTS)
 def test_a_start_that_fails_leaves_a_run_or_nothing_and_what_is_not_its_own(fault, exists, place):
     def prepare(folder):
         if exists:
