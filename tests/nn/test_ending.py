@@ -87,6 +87,8 @@ def stepping(read):
 def test_what_has_changed_since_the_last_audit_is_said_at_the_end(drops, said, tmp_path):
     """Each source of `idioms`: the number is seen in that call, or the end says so."""
     seen = {}
+    gc.collect()
+    gc.freeze()  # else the objects of all tests would be searched for cycles, sixty times
     for name in sources(tmp_path):
         found = []
         for way in ("eager", "compiled"):

@@ -19,7 +19,7 @@ from tests.harness.slow import MORE_SEEDS
 from tests.nn.steps import program
 
 pytestmark = pytest.mark.host_only("a device's graphs cannot be compared")
-CALLS, PROGRAMS = 24, 30  # in each of 20 tests: 600
+CALLS, PROGRAMS, TESTS = 24, 30, 10
 NUMBERS = count()
 
 
@@ -65,7 +65,7 @@ def run(seed, folder, wrap, failed):
     "first",
     [
         pytest.param(first, marks=pytest.mark.slow(MORE_SEEDS)) if first else first
-        for first in range(0, 20 * PROGRAMS, PROGRAMS)
+        for first in range(0, TESTS * PROGRAMS, PROGRAMS)
     ],
 )
 def test_random_steps_are_right_or_refused(first, tmp_path, monkeypatch):

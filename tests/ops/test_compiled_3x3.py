@@ -133,7 +133,7 @@ def test_images_of_one_shade(shade):
         )
 
 
-@pytest.mark.parametrize("pool", [2, None])
+@pytest.mark.parametrize("pool", [2, once_more(None, True, KERNELS)])
 @pytest.mark.parametrize("place", [(0, 0), (2, 1), (3, 2), (5, 3)])
 def test_nan_is_seen(pool, place):
     """In the images, at a corner and inside, and in the kernel: a run that diverges shows it."""
