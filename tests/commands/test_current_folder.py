@@ -14,6 +14,7 @@ from nnmpi.commands.table import COMMANDS
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
 from tests.harness.job import LAUNCH_VARIABLES
+from tests.harness.slow import ONCE_MORE, cases
 
 pytestmark = pytest.mark.host_only("commands that import nothing from the folder")
 
@@ -133,10 +134,17 @@ def build(shape, classes):
     width = helpers.WIDTH
     return nn.Sequential(nn.Linear(4, width), nn.Linear(width, later.classes(classes)))
 """
+NAMED = ("net.py:build", "package.net:build", "net:build")
 
 
-@pytest.mark.parametrize("name", ["net.py:build", "package.net:build", "net:build"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "name, ranks",
+    cases(
+        [(name, ranks) for name in NAMED for ranks in (1, 2)],
+        lambda name, ranks: ranks == (2 if name.startswith("package") else 1),
+        ONCE_MORE,
+    ),
+)
 def test_named_code_imports_what_lies_beside_it(folder, tmp_path, name, ranks):
     """At once and later, and nothing else of the folder."""
     executed = plant(tmp_path)

@@ -16,6 +16,7 @@ from nnmpi.nn.sharding import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT
 from tests.harness.refusals import usage_error
+from tests.harness.slow import cases
 
 LEAST = {"activation_memory": "least"}
 STATE, ALL = {"offload_state": "optimizer"}, {"offload_state": "all"}
@@ -54,7 +55,7 @@ def compare(setup, layout, folder, allreduce, *changes):
 @pytest.mark.host_only("the same strategies run on the double in tests/parallel")
 @pytest.mark.parametrize(
     "setup, layout, changes",
-    ROWS,
+    cases(ROWS, lambda _, layout, __: prod(layout.shape) < 4),
     ids=lambda item: item.model.__name__ if isinstance(item, Setup) else str(item),
 )
 def test_every_layout_gives_its_own_bits(setup, layout, changes, tmp_path):

@@ -29,7 +29,7 @@ from nnmpi.train.checkpoint import (
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FAULTS, at_each_operation, read_tree
-from tests.harness.slow import MORE_FAULTS, cases
+from tests.harness.slow import MORE_FAULTS, cases, once_more
 from tests.harness.survival import fast_folder, quick_trainings
 
 pytestmark = [
@@ -91,7 +91,9 @@ def judge_words(folder, error, done):
         assert "is complete" in text and step in left
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [once_more(fault, fault == "full", MORE_FAULTS) for fault in FAULTS]
+)
 def test_newest_and_best_checkpoint_are_those_of_one_moment(fault, place):
     """With one checkpoint kept or three, in turns: all nine saves have the same operations."""
     done, keep = [0], 1  # how many are written, and are to be kept
