@@ -238,8 +238,10 @@ ENDS = {
 
 
 def alone(code, **environ):
-    """Run a program without a launcher, whose variables a test under mpirun has."""
-    names = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+    """Run a program without a launcher, whose variables a test under mpirun has, and without a
+    chosen folder for temporary files, unless it is given one.
+    """
+    names = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "TMP")
     outside = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     words = [sys.executable, "-c", code]
     return subprocess.run(words, env=outside | environ, cwd=ROOT, capture_output=True, text=True)
