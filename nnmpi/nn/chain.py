@@ -164,7 +164,7 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
     if _has_own_forward(module):
         yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
-    elif module.forward_hooks and _is_opened(module):
+    elif module._forward_hooks and _is_opened(module):
         raise UsageError(
             f"{path or 'the model'} has a forward hook, but a model that is divided between layers"
             f" calls the layers of this {type(module).__name__} one by one; register the hook on"

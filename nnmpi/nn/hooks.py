@@ -7,14 +7,11 @@ done by Python while a model that it calls has one, and is recorded again withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from nnmpi.backend.recording import active
 
-if TYPE_CHECKING:
-    from nnmpi.nn.module import Module
-
-Hook: TypeAlias = "Callable[[Module, tuple[Any, ...], Any], Any]"
+Hook: TypeAlias = Callable[[Any, tuple[Any, ...], Any], Any]
 
 
 class ForwardHook:
@@ -26,7 +23,7 @@ class ForwardHook:
 
     alive = 0
 
-    def __init__(self, module: Module, function: Hook) -> None:
+    def __init__(self, module: Any, function: Hook) -> None:
         self._module, self.function = module, function
         ForwardHook.alive += 1
 
@@ -40,8 +37,8 @@ class ForwardHook:
 
     def remove(self) -> None:
         """Call the function no more."""
-        self._module.forward_hooks = tuple(
-            hook for hook in self._module.forward_hooks if hook is not self
+        self._module._forward_hooks = tuple(
+            hook for hook in self._module._forward_hooks if hook is not self
         )
 
     def __enter__(self) -> ForwardHook:
@@ -51,19 +48,19 @@ class ForwardHook:
         self.remove()
 
 
-def call_hooks(module: Module, inputs: tuple[Any, ...], result: Any) -> Any:
+def call_hooks(module: Any, inputs: tuple[Any, ...], result: Any) -> Any:
     """Return a module's result, after its hooks."""
     recorder = active()
     if recorder is not None:
         recorder.spoil(f"a forward hook of {module.path or type(module).__name__} is called")
-    for hook in module.forward_hooks:
+    for hook in module._forward_hooks:
         other = hook.function(module, inputs, result)
         result = result if other is None else other
     return result
 
 
-def hooked(modules: Iterable[Any]) -> Module | None:
+def hooked(modules: Iterable[Any]) -> Any:
     """Return the first module with a hook, or None."""
     if not ForwardHook.alive:
         return None
-    return next((item for item in modules if getattr(item, "forward_hooks", ())), None)
+    return next((item for item in modules if getattr(item, "_forward_hooks", ())), None)

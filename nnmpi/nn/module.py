@@ -198,7 +198,6 @@ class Module(Settled):
 
     Attributes:
         path: the full name in the initialized model ("" for the model itself).
-        forward_hooks: see `register_forward_hook`.
         storage: the flat storage; only the model on which `initialize` was called has it.
         sharding: the model's default sharding table, for tensor parallelism.
         units: child's name -> the indivisible units of that child's features, for sharding. A
@@ -230,7 +229,7 @@ class Module(Settled):
     reach: ClassVar[Reach | None] = None
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
-    forward_hooks: tuple[ForwardHook, ...] = ()
+    _forward_hooks: tuple[ForwardHook, ...] = ()
     sharding: ShardingTable = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
@@ -275,7 +274,7 @@ class Module(Settled):
             raise GraphError(
                 f"{type(self).__name__} got None; the forward that made it must return its result"
             ) from error
-        if self.forward_hooks:
+        if self._forward_hooks:
             result = call_hooks(self, tuple(map(_input, inputs)), result)
         observe = current().observe
         if observe is not None:
@@ -342,7 +341,7 @@ class Module(Settled):
                 f" used in its place; register the hook at arrangement.model.get({part!r})"
             )
         handle = ForwardHook(self, hook)
-        self.forward_hooks = (*self.forward_hooks, handle)
+        self._forward_hooks = (*self._forward_hooks, handle)
         return handle
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from nnmpi.nn.mode import evaluation, observed
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
-
-if TYPE_CHECKING:
-    from nnmpi.nn.module import Module
 
 HEAD = "layer", "result", "parameters", "multiply-adds", "memory"
 WIDTH = 80  # of the table
@@ -139,7 +136,7 @@ class _Counter(Recorder):
         )
 
 
-def summarize(model: Module, inputs: tuple[Any, ...]) -> ModelSummary:
+def summarize(model: Any, inputs: tuple[Any, ...]) -> ModelSummary:
     """See `Module.summary`."""
     if not inputs:
         raise UsageError(

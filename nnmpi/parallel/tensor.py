@@ -329,7 +329,7 @@ class ModelWalk:
         placed = place(module, context)
         if any(item is module for _, item in placed[0].named_modules()):
             return placed
-        if module.forward_hooks:
+        if module._forward_hooks:
             raise context.error(
                 "has a forward hook, but each rank gets a part of the layer; register the hook at"
                 f" arrangement.model.get({name!r}) once it is arranged"

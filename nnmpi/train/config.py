@@ -455,7 +455,7 @@ class OptimizationConfig:
         return name, (first, second)
 
 
-class RateSchedule(NamedTuple):
+class RateWords(NamedTuple):
     """The numbers of a schedule's name.
 
     Attributes:
@@ -472,11 +472,11 @@ class RateSchedule(NamedTuple):
 
 
 SCHEDULES = {
-    "constant": RateSchedule(),
-    "cosine": RateSchedule(),
-    "step": RateSchedule("10,0.1", "epochs and a factor up to 1"),
-    "restarts": RateSchedule("10,2", "epochs and a growth from 1 to 10", (1.0, 10.0)),
-    "plateau": RateSchedule("3,0.1", "evaluations and a factor up to 1", whole=True),
+    "constant": RateWords(),
+    "cosine": RateWords(),
+    "step": RateWords("10,0.1", "epochs and a factor up to 1"),
+    "restarts": RateWords("10,2", "epochs and a growth from 1 to 10", (1.0, 10.0)),
+    "plateau": RateWords("3,0.1", "evaluations and a factor up to 1", whole=True),
 }
 PLATEAU = "plateau"
 

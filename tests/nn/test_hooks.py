@@ -105,7 +105,7 @@ def test_a_hook_may_replace_the_result():
     right = Tensor(kept[0].data, requires_grad=True)
     model[3](model[2](right))[:, 0].sum().backward()
     np.testing.assert_allclose(kept[0].grad, right.grad, rtol=1e-6)
-    assert model[0].weight.grad is None and not model[1].forward_hooks
+    assert model[0].weight.grad is None and not model[1]._forward_hooks
 
 
 def test_layers_that_are_one_call_are_apart_while_one_has_a_hook():
