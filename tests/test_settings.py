@@ -118,7 +118,7 @@ OBJECTS = {
     data.Loader: (
         lambda kind: kind(rows(), 30),
         "dataset batch_size seed rank world microbatches whole_microbatches shuffle shuffle_block"
-        " partition transform dtype workers",
+        " balance partition transform dtype workers",
     ),
     data.Dataset: (lambda kind: kind("mine", np.ones((2, 3)), np.array([0, 1]), 2), ""),
     data.Compose: (lambda kind: kind(data.Flip()), "transforms"),

@@ -578,16 +578,19 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
     return replace(dataset, y=y, classes=2, class_names=names)
 
 
-def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
+def split(
+    dataset: Dataset, test_fraction: float, seed: int = 0, stratify: bool = False
+) -> tuple[Dataset, Dataset]:
     """Return training and test parts; the test part begins a seeded permutation.
 
-    The split is not stratified: class shares may differ between the parts. Both parts get at least
-    one sample.
+    By default class shares may differ between the parts, as in the splits of the commands. Both
+    parts get at least one sample.
 
     Args:
         dataset: to split.
         test_fraction: the share of the test part, between 0 and 1.
         seed: of the permutation.
+        stratify: hold out this share of each class, rounded so that the sum is that of all.
 
     Raises:
         UsageError: for a fraction that is not between 0 and 1.
@@ -603,19 +606,45 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
             f"{dataset.name}: {n} samples cannot be split into a training and a test part; give 2"
             " or more"
         )
-    train, test = map(dataset.take, split_indices(n, test_fraction, seed))
+    labels = None
+    if stratify:
+        if dataset.predicts != "classes" or dataset.y.ndim > 1:
+            raise UsageError(
+                f"stratify splits each class, and {dataset.name} has none, one for each sample;"
+                " leave it out"
+            )
+        labels = dataset.y
+    train, test = map(dataset.take, split_indices(n, test_fraction, seed, labels))
     return train, test
 
 
-def split_indices(count: int, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
-    """Return the indices of the two parts of a `split`, in random order."""
+def split_indices(
+    count: int, test_fraction: float, seed: int, labels: Integers | None = None
+) -> tuple[Integers, Integers]:
+    """Return the indices of the two parts of a `split`, in random order.
+
+    Args:
+        count: samples.
+        test_fraction, seed: see `split`.
+        labels: (count,), of classes that are split each; None to split all together.
+    """
     if not (isinstance(test_fraction, Real) and 0 < test_fraction < 1):
         raise UsageError(
             f"test_fraction is {test_fraction!r}; give one between 0 and 1, such as 0.2"
         )
     tests = min(max(round(count * test_fraction), 1), count - 1)
     order = stream(seed, "split").permutation(count)
-    return order[tests:], order[:tests]
+    if labels is None:
+        return order[tests:], order[:tests]
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    exact = sizes * (tests / count)
+    held_out = exact.astype(np.int64)
+    largest_remainders = np.argsort(held_out - exact, kind="stable")
+    held_out[largest_remainders[: tests - held_out.sum()]] += 1
+    is_test = np.zeros(count, bool)
+    for number, size in enumerate(held_out.tolist()):
+        is_test[order[classes[order] == number][:size]] = True
+    return order[~is_test[order]], order[is_test[order]]
 
 
 def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:

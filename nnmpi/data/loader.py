@@ -43,6 +43,7 @@ from nnmpi.data.names import Names, agree
 from nnmpi.data.sampler import (
     POOL_BLOCKS,
     Cut,
+    balanced_order,
     by_length,
     check_partition,
     cut_batch,
@@ -212,7 +213,7 @@ class Order:
     def __init__(self, loader: Loader) -> None:
         self.world, self._dataset = loader.world, loader.dataset
         self._transform, self._kind = loader.transform, loader._kind
-        of_epochs = "batch_size", "seed", "shuffle", "shuffle_block"
+        of_epochs = "batch_size", "seed", "shuffle", "shuffle_block", "balance"
         names = *of_epochs, "partition", "microbatches", "world"
         self._settings = {name: getattr(loader, name) for name in names}
         self.of_epochs = {name: self._settings[name] for name in of_epochs}
@@ -292,6 +293,8 @@ class Loader(Settled, read_once="group"):
         shuffle_block: for files that are slow at single rows: shuffle blocks of so many samples
             that are stored one after another, and samples within pools of blocks; None for a full
             shuffle. See `data.sampler`.
+        balance: draw each class equally often, the samples of rare ones several times in an epoch:
+            see `sampler.balanced_order`.
         partition: "none", or a fixed partition of the samples over the ranks: see `data.sampler`.
             With a partition, batches depend on the number of ranks.
         transform: a function (x, indices, epoch, seed) -> x with other values; see
@@ -324,6 +327,7 @@ class Loader(Settled, read_once="group"):
     whole_microbatches: bool = False
     shuffle: bool = True
     shuffle_block: int | None = None
+    balance: bool = False
     partition: str = "none"
     transform: Transform | None = None
     dtype: DTypeLike = "float32"
@@ -351,6 +355,8 @@ class Loader(Settled, read_once="group"):
                 "a transform changes numbers or images, and the samples are tokens, so it would"
                 " never be called; change the texts before they are encoded, and leave it out"
             )
+        if self.balance:
+            self._check_balance()
         if self.whole_microbatches and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} cannot be combined with whole microbatches, which go"
@@ -420,6 +426,33 @@ class Loader(Settled, read_once="group"):
             )
         for array in (getattr(self.dataset, name, None) for name in "xy"):
             keep_rows(array, POOL_BLOCKS * rows)
+
+    def _check_balance(self) -> None:
+        """Refuse to balance classes that the data have not, or in an order of another kind.
+
+        Raises:
+            UsageError: with the remedy.
+        """
+        dataset = self.dataset
+        has_classes = isinstance(dataset, Dataset) and dataset.predicts == "classes"
+        if not has_classes or self._labels.ndim > 1:
+            raise UsageError(
+                f"balance draws classes equally often, and {dataset.name} has none, one for each"
+                " sample; leave it out"
+            )
+        others = {
+            "shuffle=False": not self.shuffle,
+            f"the partition {self.partition!r}": self.partition != "none",
+            f"shuffle_block={self.shuffle_block}": self.shuffle_block is not None,
+        }
+        for other, is_given in others.items():
+            if is_given:
+                raise UsageError(f"{other} has an order of its own, without balance; leave one out")
+
+    @property
+    def _labels(self) -> NDArray[Any]:
+        """The labels of all samples."""
+        return self.dataset.labels(np.arange(len(self.dataset)))
 
     @property
     def source(self) -> Order:
@@ -609,6 +642,8 @@ class Loader(Settled, read_once="group"):
         count = len(self.dataset)
         if self.partition != "none":
             return partition_order(self._shards, self._owners, self.seed, epoch)
+        if self.balance:
+            return balanced_order(self._labels, self.seed, epoch)
         if self.shuffle_block is None:
             result = order(count, self.seed, epoch, self.shuffle)
         else:

@@ -86,6 +86,27 @@ def in_blocks(n: int, rows: int, seed: int, epoch: int, places: Integers | None 
     return np.concatenate([stored[:0], *pools])
 
 
+def balanced_order(labels: Integers, seed: int, epoch: int) -> Integers:
+    """Return an epoch's order in which each class has equally many rows: (n,), with repeats.
+
+    Samples of a rare class come several times before one of them comes once more; of a frequent
+    class each epoch has other ones. Where n is no multiple of the classes, some have a row more,
+    other ones in each epoch.
+
+    Args:
+        labels: (n,), the class of each sample; classes without samples have no rows.
+        seed, epoch: as for `order`.
+    """
+    draws = stream(seed, "balanced order", epoch)
+    classes = draws.permutation(np.unique(labels))
+    rows = list[Integers]()
+    for number, share in zip(classes, split(len(labels), len(classes)), strict=True):
+        own = np.flatnonzero(labels == number)
+        turns = [draws.permutation(own) for _ in range(-(-len(share) // len(own)))]
+        rows.append(np.concatenate(turns)[: len(share)])
+    return draws.permutation(np.concatenate(rows))
+
+
 def by_length(
     epoch_order: Integers, lengths: Integers, batch_size: int, seed: int, epoch: int
 ) -> Integers:

@@ -296,6 +296,8 @@ class DataConfig:
     """Shuffle blocks of so many consecutive samples, and samples within pools of 16 blocks, for
     files that are slow at single rows (default: all samples are shuffled).
     """
+    balance: bool = False
+    """Draw each class equally often, the samples of rare ones several times in an epoch."""
 
     normalize: bool = True
     """Subtract the training set's mean and divide by its standard deviation, per channel or column.

@@ -47,7 +47,13 @@ from nnmpi.train.session import Given, begin
 # Options of the command that are arguments of `fit`, follow from them, or are for commands alone.
 NOT_TAKEN = {"ranks", "out", "resume", "trust", "config", "callback", "metric", "lr_schedule"}
 NOT_TAKEN |= {"quiet", "simulate", "network", "layout"}
-OF_DATA = {"normalize", "augment", "partition"}  # the only ones for arrays
+OF_DATA = {
+    "normalize",
+    "augment",
+    "partition",
+    "shuffle_block",
+    "balance",
+}  # the only ones for arrays
 # the names of options in sentences: those that `fit` calls otherwise
 ARGUMENTS = {"out": "checkpoint", "resume": "checkpoint", "lr_schedule": "schedule"}
 ARGUMENTS |= {"metric": "metrics", "dataset": "train"}

@@ -194,6 +194,7 @@ def load_inputs(
                 whole_microbatches=training and config.parallel.reduction == "fixed",
                 shuffle=training,
                 shuffle_block=data.shuffle_block if training else None,
+                balance=training and data.balance,
                 partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,

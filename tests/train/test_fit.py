@@ -234,7 +234,7 @@ def test_own_losses_metrics_and_quantities():
 HABITS = [
     {"freeze": "1.*,4.bias"},
     {"schedule": "plateau:1,0.5", "lr": 0.1, "epochs": 6},
-    {"schedule": "restarts:1,2"},
+    {"schedule": "restarts:1,2", "balance": True},
 ]
 
 
