@@ -13,6 +13,7 @@ import nnmpi
 from nnmpi import Layout, StopTraining, fit, simulate
 from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.base.files import read_json
+from nnmpi.comm.fit import parse_network
 from nnmpi.data import Dataset, Loader, load
 from nnmpi.models import mlp
 from nnmpi.ops import cross_entropy
@@ -77,6 +78,22 @@ def test_layouts_and_resumed_runs_equal_the_serial_run(name, tmp_path):
         assert step == best_step
         for value, want in zip(values, expected, strict=True):
             np.testing.assert_allclose(value, want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_values_that_are_set_reach_the_parts_that_other_nodes_update(zero, tmp_path):
+    """ZeRO's ranks on other nodes, or on devices, have copies of weights that others update."""
+
+    def program(group, **options):
+        result = fitted(layout=Layout(zero=zero), group=group, **options)
+        return result.model.state()
+
+    nodes = {"machine": parse_network("alpha_us=1,gbit=10", 2)}
+    whole = simulate(program, 2, **nodes)
+    folder = {"checkpoint": tmp_path / "run"}
+    simulate(partial(program, epochs=2, **folder), 2, **nodes)
+    for mine, theirs in zip(simulate(partial(program, **folder), 2, **nodes), whole, strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
 
 
 def test_equals_a_loop_by_hand_and_the_command(tmp_path):

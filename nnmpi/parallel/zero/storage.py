@@ -450,8 +450,14 @@ class ShardedStorage(FlatStorage):
         )
 
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
-        """See `FlatStorage.view`: this rank's part of a parameter."""
-        if self.rank_local[span.buffer]:
+        """See `FlatStorage.view`: this rank's part of a parameter.
+
+        Of weights that this rank has all of in memory of its own, all: what is set from outside
+        must reach the other ranks' parts of them, too.
+        """
+        if flats is self.data and self.is_whole and not self.is_node_shared:
+            flats = self._data
+        if self.rank_local[span.buffer] or flats is self._data:
             return super().view(span, flats)
         local, in_parameter = self._part(span)
         parts = split(len(self._data[span.buffer]), self.ranks.size)
