@@ -3,7 +3,7 @@
 $NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi; where it cannot be made,
                                       nnmpi-UID in the folder for temporary files)
   mnist/ ...                          downloads
-  tokens/                             of texts
+  sets/, tokens/                      data sets and texts, prepared: see `data.cache`
   fit-*.json, profile-*.json          measurements of this machine
   kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR
                                       names a folder

@@ -4,7 +4,10 @@ Reading order:
 
     dataset         Dataset: samples and labels; the split into training and test part
     lazy            arrays that are not in memory, whose rows a data set reads batch by batch
+    facts           what is measured of all samples, by blocks
     catalogue       data sets by name or path: load reads, prepare downloads
+    prepared        large sets: prepared once per node by a team (team), kept in its cache (cache),
+                    and mapped (mapped)
     images          file formats: IDX (MNIST), CIFAR-10, folders of images
     readers         which function reads which files, a row for each form
     tables          CSV and DataFrames, by one rule; json_lines: JSON lines, by the same

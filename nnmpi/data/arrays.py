@@ -13,11 +13,13 @@ held-out part (`dataset.HELD_OUT`), in any capitals.
 
 import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
@@ -33,12 +35,16 @@ from nnmpi.data.dataset import (
     judge_classes,
 )
 from nnmpi.data.lazy import blocks, change_rows, is_lazy, read_all
+from nnmpi.data.mapped import FileArray, read_header
+from nnmpi.data.prepared import SMALL_BYTES
 from nnmpi.data.tables import HINT, NO_RULES, TableRules, refuse_rules
+from nnmpi.data.team import ALONE, Team
 
 TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
 TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
 PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
 ReadArrays: TypeAlias = Callable[[Path, Sequence[str]], tuple[dict[str, Array], str]]
+PIECE_BYTES = 2**20  # that are unpacked at once
 OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 
 
@@ -48,6 +54,7 @@ def load_arrays(
     read: ReadArrays,
     predicts: LabelKind = "classes",
     rules: TableRules = NO_RULES,
+    scale: float | None = None,
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training part of a file of arrays, and the test part or None; see the module.
 
@@ -57,6 +64,7 @@ def load_arrays(
         read: of a row of `readers.READERS`.
         predicts: the kind of y; "any" takes floats for quantities and integers for classes.
         rules: must be empty; they are here because `load` calls all readers alike.
+        scale: of bytes that are not pixels.
     """
     refuse_rules(f"data set {path}", rules)
     arrays, has = read(path, PARTS)
@@ -75,6 +83,8 @@ def load_arrays(
             arrays[item] = change_rows(x, lambda rows, _: rows.astype(np.uint8))
     is_other = rules.as_bytes is not None
     train = _part(path, name, arrays, first, predicts, is_other=is_other)
+    if scale is not None:
+        train = replace(train, scale=scale)
     if not second:
         return train, None
     test = _part(path, name, arrays, second, predicts, train.classes)
@@ -106,28 +116,66 @@ def read_samples(path: Path, read: ReadArrays) -> Array:
     raise DataError(f"{path}: holds {has}; needs x, the samples")
 
 
-def read_npz(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+def read_npz(path: Path, names: Sequence[str], team: Team = ALONE) -> tuple[dict[str, Array], str]:
     """Return an .npz file's arrays among `names`, in that order, and the names of all, for
     messages.
 
-    Capitals do not count.
+    Capitals do not count. Large arrays that are not compressed stay in the file.
     """
     what = "not a complete .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
             raise ValueError("it is truncated, or another kind of file")
-        stream.seek(0)
-        with np.load(stream, allow_pickle=False) as archive:
-            has = shortened(", ".join(archive.files)) or "nothing"
-            found = {name.lower(): name for name in archive.files}
-            present = {name: found[name] for name in names if name in found}
-            check_unpacked(
-                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present.values())
-            )
-            arrays = {name: archive[item] for name, item in present.items()}
-        if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
-            raise ValueError(f"{other[0]} is not an array")
+        with zipfile.ZipFile(stream) as archive:
+            members = {item.filename: item for item in archive.infolist()}
+            has = shortened(", ".join(name.removesuffix(".npy") for name in members)) or "nothing"
+            found = {name.lower(): item for name, item in members.items()}
+            present = {name: found[f"{name}.npy"] for name in names if f"{name}.npy" in found}
+            check_unpacked(path, sum(item.file_size for item in present.values()))
+            arrays = {
+                name: _read_member(path, stream, archive, item, team)
+                for name, item in present.items()
+            }
     return arrays, has
+
+
+def _read_member(
+    path: Path,
+    stream: IO[bytes],
+    archive: zipfile.ZipFile,
+    item: zipfile.ZipInfo,
+    team: Team,
+) -> Any:
+    """Return an array of an archive: in the file, if it is large and can be; or one of the team's.
+
+    All its bytes are read in either case, of which zipfile compares the checksum.
+    """
+    with archive.open(item) as content:
+        shape, dtype, is_in_order = read_header(content)
+        stays = item.compress_type == zipfile.ZIP_STORED and item.file_size > SMALL_BYTES
+        if is_in_order and stays:
+            offset = _begin_of(stream, item) + content.tell()
+            while content.read(PIECE_BYTES):
+                pass
+            return FileArray(path, dtype, shape, offset, item.CRC)
+        if is_in_order and 0 not in shape:
+            result = team.array(shape, dtype)
+            left = result.reshape(-1).view(np.uint8)
+            while piece := content.read(PIECE_BYTES):
+                left[: len(piece)] = np.frombuffer(piece, np.uint8)
+                left = left[len(piece) :]
+            if left.size:
+                raise ValueError("it is truncated")
+            return result
+    with archive.open(item) as content:
+        return npy.read_array(content, allow_pickle=False)
+
+
+def _begin_of(stream: IO[bytes], item: zipfile.ZipInfo) -> int:
+    """Return where the content of a member begins: behind its header, whose length varies."""
+    stream.seek(item.header_offset + 26)
+    lengths = np.frombuffer(stream.read(4), "<u2")
+    return item.header_offset + 30 + int(lengths.sum())
 
 
 def read_npy(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
@@ -143,9 +191,16 @@ def read_npy(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
     for name in names:
         if name in files:
             with foreign(files[name], DataError, "not a complete .npy file without objects"):
-                # as an ndarray: indexing a memmap takes 10 times as long
-                arrays[name] = np.load(files[name], mmap_mode="r").view(np.ndarray)
+                arrays[name] = _mapped(files[name])
     return arrays, ", ".join(sorted(files))
+
+
+def _mapped(file: Path) -> Any:
+    with file.open("rb") as stream:
+        shape, dtype, is_in_order = read_header(stream)
+        if is_in_order:
+            return FileArray(file, dtype, shape, stream.tell())
+    return np.load(file, mmap_mode="r").view(np.ndarray)
 
 
 def npy_files(folder: Path) -> dict[str, Path]:
@@ -222,6 +277,8 @@ def _samples(path: Path, name: str, x: Array) -> Array:
     result = x if x.dtype == np.uint8 else _finite(path, name, x)
     if x.ndim != 3:
         return result
+    if isinstance(result, FileArray):
+        return result.reshape(*x.shape, 1)
     return change_rows(result, lambda rows, _: rows[..., np.newaxis])
 
 

@@ -10,6 +10,7 @@ PATH                     folder                         IDX files; CIFAR batches
                                                         test.csv; a folder of images per class
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
 from nnmpi.base.words import nearest
 from nnmpi.data.arrays import load_arrays, npy_files, read_npy
+from nnmpi.data.cache import DATA, SETS, entry_of
 from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
@@ -43,8 +45,21 @@ from nnmpi.data.images import (
     load_idx,
     locate_cifar,
 )
+from nnmpi.data.prepared import (
+    FORMAT,
+    SMALL_BYTES,
+    Pair,
+    ReadSet,
+    key_of,
+    known_file,
+    load_set,
+    measure,
+    prepare_set,
+    tell,
+)
 from nnmpi.data.readers import find_reader, load_table, split_names, suffixes_of, unread
 from nnmpi.data.tables import TableRules, is_frame, refuse_rules
+from nnmpi.data.team import ALONE, Team
 
 TrainAndTest = tuple[Dataset, Dataset]
 
@@ -173,52 +188,173 @@ def load(
     label = "" if target is None else str(target)
     columns = _texts(drop), _texts(text_columns), tuple(sample_shape)
     rules = TableRules(label, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
-    split_by = replace(rules, split=(test_fraction, seed))
-    if is_frame(name_or_path):
-        frame = type(name_or_path).__name__
-        _refuse_data_dir(frame, data_dir)
-        if not header:
-            raise UsageError(f"a {frame} has names of its columns; leave header out")
-        full = load_table(name_or_path, frame, predicts, split_by)
-        return check_pair(*split(full, test_fraction, seed))
-    if not isinstance(name_or_path, str | PathLike):
-        raise UsageError(
-            f"{type(name_or_path).__name__} is no data set; give a name, a path or a DataFrame, or"
-            " make one of arrays: nnmpi.data.Dataset(name, x, y, classes)"
-        )
-    name: Any = name_or_path
-    if name in NAMES:
-        refuse_rules(f"data set {name!r}", rules)
-    if name in DOWNLOADED:
-        path = _place(name, data_dir)
-        pair = (
-            load_cifar(path, name) if name == "cifar10" else load_idx(path, name, CLASS_NAMES[name])
-        )
-        return check_pair(*pair)
-    _refuse_data_dir(name, data_dir)
-    # columns of texts are features here
-    if find_text(name, has_label=bool(label or rules.text_columns)) is not None:
-        raise UsageError(
-            f"data set {name!r} is a text: see nnmpi.data.load_text; if it is a table of JSON"
-            " lines, name its column of labels, target=..."
-        )
-    with _allowed(f"data set {name!r}"):
-        path = BUNDLED[name] if name in BUNDLED else _existing(name)
-        given = split_names(str(name))[1]
-        kind: LabelKind = "classes" if name in BUNDLED else predicts
-        stem = path.name.split(".")[0]
-        if path.is_dir():
-            train, test = _load_folder(path, predicts, rules)
-        elif (reader := find_reader(path, has_label=True)) and reader.gives == "table":
-            train, test = load_table(path, stem, kind, split_by), None
-        elif reader and reader.gives == "arrays":
-            read = partial(reader.read, given=given) if given else reader.read
-            train, test = load_arrays(path, stem, read, kind, rules)
-        else:
-            raise unread(path)
-    if name == "digits":
-        train = replace(train, scale=1 / 16)
-    return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
+    wanted = Wanted(name_or_path, data_dir, seed, test_fraction, predicts, rules)
+    return wanted.load(wanted.prepare())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A data set that is asked for, by the arguments of `load`."""
+
+    name: Any
+    data_dir: str | Path | None
+    seed: int
+    test_fraction: float
+    predicts: LabelKind
+    rules: TableRules
+
+    def prepare(self, team: Team = ALONE) -> Path | None:
+        """Return the cache's entry of a large data set, made if it is missing. Collective.
+
+        Returns None for a small one, which `load` reads from its source.
+
+        Args:
+            team: of the ranks that share the work.
+
+        Raises:
+            UsageError, DataError: see `load`; also when the cache cannot be written.
+        """
+        if not isinstance(self.name, str | PathLike) or self.name in BUNDLED:
+            return None
+        with team.agreed():
+            form = self._find_form()
+        entry = team.first(lambda: self._find_entry(form))
+        if not entry:
+            return None
+        if not form.stays:
+            prepare_set(Path(entry), form.read, form.is_shared, team)
+        with team.agreed():
+            parts = self._parts(Path(entry))
+        measure(self._known(Path(entry)), parts, team)
+        return Path(entry)
+
+    def load(self, entry: Path | None = None) -> TrainAndTest:
+        """Return the training and test parts; see `load`.
+
+        Args:
+            entry: that `prepare` returned.
+        """
+        if entry is not None:
+            parts = self._parts(entry)
+            tell(self._known(entry), parts)
+            return parts
+        if is_frame(self.name):
+            frame = type(self.name).__name__
+            _refuse_data_dir(frame, self.data_dir)
+            if not self.rules.header:
+                raise UsageError(f"a {frame} has names of its columns; leave header out")
+            return self._split(load_table(self.name, frame, self.predicts, self._split_rules), None)
+        if not isinstance(self.name, str | PathLike):
+            raise UsageError(
+                f"{type(self.name).__name__} is no data set; give a name, a path or a DataFrame, or"
+                " make one of arrays: nnmpi.data.Dataset(name, x, y, classes)"
+            )
+        return self._split(*self._find_form().read(ALONE))
+
+    @property
+    def _split_rules(self) -> TableRules:
+        """The rules of a table that will be split."""
+        return replace(self.rules, split=(self.test_fraction, self.seed))
+
+    def _split(self, train: Dataset, test: Dataset | None) -> TrainAndTest:
+        if test is None:
+            return check_pair(*split(train, self.test_fraction, self.seed))
+        return check_pair(train, test)
+
+    def _parts(self, entry: Path) -> TrainAndTest:
+        folder = entry / DATA
+        pair = load_set(folder) if folder.is_dir() else self._find_form().read(ALONE)
+        return self._split(*pair)
+
+    def _known(self, entry: Path) -> Path:
+        return known_file(entry, self.test_fraction, self.seed)
+
+    def _find_entry(self, form: "_Form") -> str:
+        """Return the folder in the cache; nothing for a source that is small."""
+        with _allowed(f"data set {str(self.name)!r}"):
+            files = _files_of(form.path)
+            if sum(file.stat().st_size for file in files) <= SMALL_BYTES:
+                return ""
+            names = split_names(str(self.name))[1]
+            key = [FORMAT, key_of(files), names, repr(form.rules), self.predicts]
+            return str(entry_of(SETS, key))
+
+    def _find_form(self) -> "_Form":
+        """Return the form of a data set in files.
+
+        Raises:
+            UsageError, DataError: see `load`.
+        """
+        name, rules = self.name, self.rules
+        if name in NAMES:
+            refuse_rules(f"data set {name!r}", rules)
+        if name in DOWNLOADED:
+            path = _place(name, self.data_dir)
+            if name == "cifar10":
+                return _Form(path, rules, lambda team: load_cifar(path, name))
+            return _Form(path, rules, lambda team: load_idx(path, name, CLASS_NAMES[name]))
+        _refuse_data_dir(name, self.data_dir)
+        # columns of texts are features here
+        if find_text(name, has_label=bool(rules.target or rules.text_columns)) is not None:
+            raise UsageError(
+                f"data set {name!r} is a text: see nnmpi.data.load_text; if it is a table of JSON"
+                " lines, name its column of labels, target=..."
+            )
+        with _allowed(f"data set {name!r}"):
+            path = BUNDLED[name] if name in BUNDLED else _existing(name)
+            kind: LabelKind = "classes" if name in BUNDLED else self.predicts
+            stem = path.name.split(".")[0]
+            if path.is_dir():
+                return _form_of_folder(path, kind, rules)
+            reader = find_reader(path, has_label=True)
+            if reader and reader.gives == "table":
+                split_by = self._split_rules
+                return _Form(
+                    path, split_by, lambda team: (load_table(path, stem, kind, split_by), None)
+                )
+            if not reader or reader.gives != "arrays":
+                raise unread(path)
+            scale = 1 / 16 if name == "digits" else None
+            given = split_names(str(name))[1]
+
+            def read(team: Team) -> Pair:
+                options: dict[str, Any] = {"given": given} if given else {}
+                if not reader.stays:
+                    options["team"] = team
+                function = partial(reader.read, **options)
+                return load_arrays(path, stem, function, kind, rules, scale)
+
+            return _Form(path, rules, read, stays=reader.stays)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of a data set in files.
+
+    Attributes:
+        path: of the file or the folder.
+        rules: of a table.
+        read: the function that reads it.
+        is_shared: whether all ranks of a team read it, each its part.
+        stays: whether arrays stay in the file, in whatever form they are there.
+    """
+
+    path: Path
+    rules: TableRules
+    read: ReadSet
+    is_shared: bool = False
+    stays: bool = False
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or all files in a folder that are not hidden, sorted."""
+    if not path.is_dir():
+        return [path]
+    result = list[Path]()
+    for place, folders, names in os.walk(path):
+        folders[:] = [folder for folder in folders if folder[0] != "."]
+        result += [Path(place, name) for name in names if name[0] != "."]
+    return sorted(result)
 
 
 def _texts(columns: str | Sequence[str | int]) -> tuple[str, ...]:
@@ -420,29 +556,43 @@ def _tables_in(folder: Path) -> tuple[Path, Path] | None:
     return pairs[0] if pairs else None
 
 
-def _load_folder(
-    folder: Path, predicts: LabelKind, rules: TableRules
-) -> tuple[Dataset, Dataset | None]:
+def _form_of_folder(folder: Path, predicts: LabelKind, rules: TableRules) -> _Form:
+    """Return the form of a folder.
+
+    Raises:
+        UsageError: for rules of tables without a table.
+    """
     name = folder.resolve().name
     if tables := _tables_in(folder):
-        train = load_table(tables[0], name, predicts, rules)
-        kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
-        rules = replace(
-            rules,
-            target=train.target,
-            encoding=train.encoding,
-            as_bytes=train.x.dtype == np.uint8,
-            class_names=train.class_names,
-        )
-        return train, load_table(tables[1], name, kind, rules)
+        return _Form(folder, rules, lambda team: _load_tables(tables, name, predicts, rules))
     if npy_files(folder):
-        return load_arrays(folder, name, read_npy, predicts, rules)
+        arrays = folder, name, read_npy, predicts, rules
+        return _Form(folder, rules, lambda team: load_arrays(*arrays), stays=True)
     refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
-        return load_idx(folder, name)
+        return _Form(folder, rules, lambda team: load_idx(folder, name))
     if path := locate_cifar(folder):
-        return load_cifar(path, name)
-    if result := load_classes(folder, name):
+        return _Form(path, rules, lambda team: load_cifar(path, name))
+    return _Form(folder, rules, lambda team: _load_images(folder, name, team), is_shared=True)
+
+
+def _load_tables(
+    tables: tuple[Path, Path], name: str, predicts: LabelKind, rules: TableRules
+) -> TrainAndTest:
+    train = load_table(tables[0], name, predicts, rules)
+    kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
+    rules = replace(
+        rules,
+        target=train.target,
+        encoding=train.encoding,
+        as_bytes=train.x.dtype == np.uint8,
+        class_names=train.class_names,
+    )
+    return train, load_table(tables[1], name, kind, rules)
+
+
+def _load_images(folder: Path, name: str, team: Team) -> Pair:
+    if result := load_classes(folder, name, team):
         return result
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     images = (file for file in files if is_image(file) or file.suffix.lower() in OTHERS)

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape, asarray, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.base.errors import DataError, UsageError, check_int, shortened
+from nnmpi.data.facts import Moments, moments
 from nnmpi.data.hdf5 import in_place
 from nnmpi.data.lazy import (
     Chosen,
@@ -464,10 +465,9 @@ class Dataset(Samples):
         return float((squares / len(self)).mean())
 
     @cached_property
-    def largest(self) -> float:
-        """The largest number of x, before the scale; 0 without samples."""
-        parts = (self.x.take(cut, axis=0) for cut in self.index_blocks())
-        return max((float(x.max(initial=0)) for x in parts), default=0.0)
+    def moments(self) -> Moments:
+        """Mean, standard deviation and largest value of x, before the scale."""
+        return moments(self.x, self.places)
 
     def describe_targets(self) -> str:
         """Return the number of classes or quantities as text."""
@@ -486,7 +486,9 @@ class Dataset(Samples):
     @cached_property
     def vocabulary(self) -> int:
         """The largest token plus one; 0 for quantities."""
-        return int(self.largest) + 1 if self.is_tokens else 0
+        if not self.is_tokens:
+            return 0
+        return 1 + max((int(x.max(initial=0)) for _, x in blocks(self.x)), default=0)
 
     @cached_property
     def targets(self) -> Integers | None:
@@ -550,6 +552,21 @@ class Dataset(Samples):
         places = indices if self.places is None else self.places[indices]
         return replace(self, x=_chosen(self.x, indices), y=_chosen(self.y, indices), places=places)
 
+    def with_targets(self, y: NDArray[Any], **changes: Any) -> "Dataset":
+        """Return the same samples with targets that were made of these.
+
+        Args:
+            y: made of each sample's own targets.
+            changes: of other fields that belong to targets.
+        """
+        result = replace(self, y=y, **changes)
+        known = vars(self).keys() & {"moments", "vocabulary"}
+        vars(result).update({name: getattr(self, name) for name in known})
+        if is_lazy(self.x):  # to read all samples once more would say the same
+            text = f"{self.identity} {result.y.dtype} {result.classes}"
+            vars(result)["identity"] = hashlib.sha256(text.encode()).hexdigest()
+        return result
+
 
 def _chosen(array: Any, indices: Integers) -> Any:
     return Chosen(array, indices) if is_lazy(array) else array[indices]
@@ -567,7 +584,7 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
             raise DataError(
                 f"{dataset.name}: a target is {least}; for yes or no give numbers from 0 to 1"
             )
-        return replace(dataset, classes=2)
+        return dataset.with_targets(dataset.y, classes=2)
     if dataset.classes > 2 or least < 0:
         raise DataError(
             f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1"
@@ -575,7 +592,7 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
     # one class alone, of a file to evaluate: its name says which of the model's two it is
     names = (dataset.class_names * 2)[:2]
     y = change_rows(dataset.y, lambda rows, _: rows.astype(np.float32))
-    return replace(dataset, y=y, classes=2, class_names=names)
+    return dataset.with_targets(y, classes=2, class_names=names)
 
 
 def split(

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.base.files import check_unpacked, foreign
 from nnmpi.data.lazy import as_rows
+from nnmpi.data.mapped import FileArray
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 MOST_LISTED = 12  # names in a message
@@ -88,8 +87,7 @@ def in_place(x: Any) -> Any:
     path = Path(file.filename)
     if path.stat().st_size < offset + nbytes:
         raise DataError(f"{path}: {x.name} ends behind the file's end; it is truncated")
-    # as an ndarray: indexing a memmap takes 10 times as long
-    return np.memmap(path, x.dtype, "r", offset, x.shape).view(np.ndarray)
+    return FileArray(path, x.dtype, x.shape, offset)
 
 
 def _listed(file: Any) -> list[str]:

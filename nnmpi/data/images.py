@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.base.files import check_unpacked, foreign, read_bytes
 from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset
+from nnmpi.data.team import ALONE, Team
 
 # For each part: the published names of the file of images and the file of labels.
 IDX_FILES = {
@@ -252,11 +253,12 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
             " elsewhere"
         )
     for name, images in result.items():
+        known = {*images}
         left = [item for item in _folders_in(folder / name) if _has_images(item)]
         left += [
             file
             for file in _files_in(folder / name)
-            if file not in images and file.suffix.lower() not in BESIDE
+            if file not in known and file.suffix.lower() not in BESIDE
         ]
         if left:
             raise DataError(
@@ -269,11 +271,12 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
 
 def left_beside(classes: Mapping[str, Sequence[Path]], folder: Path) -> list[str]:
     """Return a sentence about files in classes' folders that are no images, or nothing."""
+    known = {*chain.from_iterable(classes.values())}
     left = [
         file
         for images in classes.values()
         for file in _files_in(images[0].parent)
-        if file not in images
+        if file not in known
     ]
     if not left:
         return []
@@ -332,14 +335,56 @@ def find_part(folder: Path, names: Sequence[str], suffix: str = "") -> Path | No
     return next((found[file] for file in files if file in found), None)
 
 
-def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
+def load_classes(
+    folder: Path, name: str, team: Team = ALONE
+) -> tuple[Dataset, Dataset | None] | None:
     """Return the parts of a folder CLASS/*.png or train/CLASS/*.png: uint8, scale 1/255.
 
-    Beside train/, the held-out part is the first of HELD_OUT that there is.
+    Beside train/, the held-out part is the first of HELD_OUT that there is. Each rank of the team
+    decodes its part of the images. Collective.
 
     Returns None for a folder without such images. All images are resized to the median height and
     width of the training images. They are gray if all training images are, else RGB.
     """
+    with team.agreed():
+        found = _find_parts(folder)
+    if found is None:
+        return None
+    train, test = found
+    files = [*chain.from_iterable(train.values())]
+    with team.agreed():
+        own = [_measure(files[number]) for number in team.share(len(files))]
+    looks = [*chain.from_iterable(team.gather(own))]
+    width, height = np.median([size for size, _ in looks], axis=0).astype(int).tolist()
+    is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for _, mode in looks)
+    shape = height, width, 1 if is_gray else 3
+    with team.agreed():
+        check_unpacked(
+            folder, len(files) * math.prod(shape), sum(file.stat().st_size for file in files)
+        )
+
+    def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
+        files = [*chain.from_iterable(classes.values())]
+        x = team.array((len(files), *shape), np.uint8)
+        with team.agreed():
+            for number in team.counted(len(files), f"decoding images of {folder}"):
+                x[number] = read_image(files[number], shape)
+        counts = [len(files) for files in classes.values()]
+        y = np.repeat([[*train].index(class_) for class_ in classes], counts)
+        notes = tuple(left_beside(classes, folder))
+        return Dataset(name, x, y, len(train), 1 / 255, tuple(train), notes=notes)
+
+    return part(train), part(test) if test else None
+
+
+def _measure(file: Path) -> tuple[tuple[int, int], str]:
+    """Return the size and the mode of an image, of which only the header is read."""
+    with open_image(file) as image:
+        return image.size, image.mode
+
+
+def _find_parts(folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]] | None] | None:
+    """Return the files of the classes of both parts; None without images of classes."""
     local, held_out = find_part(folder, TRAIN), find_part(folder, HELD_OUT)
     test = find_classes(held_out) if held_out else None
     train = find_classes(local or folder, held_out if test else None)
@@ -351,29 +396,9 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
                 f"{other} has images beside {local.name}/, but not the name of a held-out part;"
                 f" call it {HELD_OUT[0]}, or move it elsewhere"
             )
-    sizes, modes = [], set()
-    for file in chain.from_iterable(train.values()):
-        with open_image(file) as image:
-            sizes.append(image.size)
-            modes.add(image.mode)
-    width, height = np.median(sizes, axis=0).astype(int).tolist()
-    is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for mode in modes)
-    shape = height, width, 1 if is_gray else 3
-    nbytes = len(sizes) * math.prod(shape)
-    check_unpacked(
-        folder, nbytes, sum(file.stat().st_size for files in train.values() for file in files)
-    )
-
-    def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
-        if strange := classes.keys() - train.keys():
-            raise DataError(
-                f"{folder}: class {min(strange)!r} of the test part is not in the training part;"
-                " give both the same"
-            )
-        x = np.stack([read_image(file, shape) for files in classes.values() for file in files])
-        counts = [len(files) for files in classes.values()]
-        y = np.repeat([[*train].index(class_) for class_ in classes], counts)
-        notes = tuple(left_beside(classes, folder))
-        return Dataset(name, x, y, len(train), 1 / 255, tuple(train), notes=notes)
-
-    return part(train), part(test) if test else None
+    if test and (strange := test.keys() - train.keys()):
+        raise DataError(
+            f"{folder}: class {min(strange)!r} of the test part is not in the training part; give"
+            " both the same"
+        )
+    return train, test

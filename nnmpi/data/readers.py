@@ -43,6 +43,8 @@ class Reader:
         read: the function.
         packed: whether a .gz behind the suffix is unpacked.
         has_names: whether FILE:NAME,NAME names arrays in it; see `split_names`.
+        stays: whether arrays stay in the file, however they are packed there; else `read` takes a
+            `team`, which makes large ones.
         is_text: of texts whose suffix tables have, too: whether a file is one by its content.
     """
 
@@ -52,6 +54,7 @@ class Reader:
     read: Callable[..., Any]
     packed: bool = True
     has_names: bool = False
+    stays: bool = False
     is_text: Callable[[Path], bool] = lambda path: False
 
     def has_suffix(self, path: Path) -> bool:
@@ -114,6 +117,7 @@ READERS = (
         "arrays",
         read_npy,
         packed=False,
+        stays=True,
     ),
     Reader(
         hdf5.SUFFIXES,
@@ -122,6 +126,7 @@ READERS = (
         hdf5.read_hdf5,
         packed=False,
         has_names=True,
+        stays=True,
     ),
     Reader(
         SUFFIXES,

@@ -19,10 +19,10 @@ In x, the end token # occurs as padding only, so that the model can compute the 
 The tokens are written to a file once and mapped into memory, so that the corpus may be larger than
 memory:
 
-    ~/.cache/nnmpi/tokens/KEY/tokens.bin       the tokens of all documents, each with its end token:
+    ~/.cache/nnmpi/tokens/KEY/data/tokens.bin  the tokens of all documents, each with its end token:
                                                uint16, or uint32 for a large vocabulary
-                              ends.npy         the end of each document in tokens.bin, int64
-                              tokenizer.json
+                                   ends.npy    the end of each document in tokens.bin, int64
+                                   tokenizer.json
 
 KEY is a hash of the text, the tokenizer, and the rule that makes documents.
 
@@ -30,7 +30,7 @@ Documents are read one by one from a file in UTF-8, plain or .gz: see `documents
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256 as hashed
 from pathlib import Path
 
@@ -39,14 +39,9 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, expect, raised_as
-from nnmpi.base.files import (
-    cache_folder,
-    folder_atomically,
-    json_text,
-    locked,
-    sha256,
-)
+from nnmpi.base.files import cache_folder, json_text, sha256
 from nnmpi.base.settled import Settled
+from nnmpi.data.cache import DATA, TEXTS, filled
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.documents import Pieces
 from nnmpi.data.names import TOKENIZER, Names
@@ -106,18 +101,11 @@ def prepare_tokens(source: TextSource) -> Path:
         UsageError, DataError: for an unreadable text or tokenizer, see `read_documents` and
             `tokenizer`; and for a folder that cannot be written.
     """
-    parent = cache_folder() / "tokens"
-    folder = parent / source.key
-    if folder.is_dir():
-        return folder
-    with locked(parent):
-        if not folder.is_dir():
-            with (
-                raised_as(DataError, f"{folder} cannot be written"),
-                folder_atomically(folder) as temporary,
-            ):
-                _fill(source, temporary)
-    return folder
+    return filled(_entry(source), partial(_fill, source))
+
+
+def _entry(source: TextSource) -> Path:
+    return cache_folder() / TEXTS / source.key
 
 
 def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
@@ -256,7 +244,7 @@ def load_text(
             than a block.
     """
     expect("load_text(data.TextSource(path)), after prepare_tokens", (source, TextSource))
-    folder = cache_folder() / "tokens" / source.key
+    folder = _entry(source) / DATA
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
         tokenizer = load_tokenizer(folder)

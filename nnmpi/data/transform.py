@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
@@ -96,16 +95,11 @@ class Normalize:
     def fit(cls, train: Dataset) -> "Normalize":
         """Fit the normalization that gives the training samples mean 0 and standard deviation 1.
 
-        Statistics are per channel for images (n, height, width, channels), else per feature. They
-        are computed in float64, in two passes, over blocks of samples. A constant feature is only
-        centred (std 1).
+        Statistics are per channel for images (n, height, width, channels), else per feature, in
+        float64; see `Dataset.moments`. A constant feature is only centred (std 1).
         """
-        axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
-        count = prod(train.x.shape[axis] for axis in axes)
-        cuts = [*train.index_blocks()]
-        mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
-        squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)
-        std = np.sqrt(squares / count)
+        of = train.moments
+        mean, std = of.mean * train.scale, of.std * train.scale
         # Rounding gives a constant feature a tiny std; division by it would amplify the rounding.
         return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
 

@@ -19,15 +19,17 @@ from nnmpi.backend.random import stream
 from nnmpi.base.command import as_words, check_numbers, flag_of, non_defaults, require
 from nnmpi.base.custom import call_custom, custom_file, is_custom, names_in
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.comm.agreement import agreed, require_equal
+from nnmpi.comm.agreement import agree, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
-from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
+from nnmpi.data.catalogue import DOWNLOADED, Wanted, find_text, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.readers import is_table
 from nnmpi.data.sampler import check_partition
+from nnmpi.data.tables import TableRules
+from nnmpi.data.team import Team
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
@@ -78,7 +80,7 @@ def load_samples(
     say: Callable[[str], None],
     signature: ModelSignature | None = None,
 ) -> tuple[Samples, Samples]:
-    """Return training and test set; the first rank of each node downloads them. Collective.
+    """Return training and test set; the ranks of each node prepare them together. Collective.
 
     Args:
         config: of the run.
@@ -95,10 +97,11 @@ def load_samples(
     where = f"--dataset {data.dataset}" + (
         "" if data.data_dir is None else f" --data-dir {data.data_dir}"
     )
-    source: TextSource | None = None
+    source, team = None, NodeTeam(group, say)
     is_first = group.local_rank() == 0
     with agreed(group), _prefixed(where):
         source = text_source(config)
+        wanted = None if source or is_custom(data.dataset) else wanted_files(config, signature)
         downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
         if is_first or not downloads:
             # Without downloads all ranks call this: it checks the options, so that all ranks raise
@@ -107,10 +110,13 @@ def load_samples(
                 prepare_tokens(source)
             elif not is_custom(data.dataset):
                 prepare(data.dataset, data.data_dir, report=say)
+    with agreed(group), _prefixed(where):
+        entry = None if wanted is None else wanted.prepare(team)
+    team.free()
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once(
-                ("data", repr((config, signature))), lambda: _load(config, source, signature)
+                ("data", repr((config, signature))), lambda: _load(config, source, wanted, entry)
             )
             train, test = (match_loss(config.optimization.loss, item) for item in (train, test))
         if isinstance(train, Text):
@@ -157,10 +163,6 @@ def load_inputs(
     data, run = config.data, config.run
     train, test = samples or load_samples(config, group, say)
 
-    def once(what: str, make: Callable[[], Any]) -> Any:
-        """Make what ranks of one process share: of these options, and of these data."""
-        return group.comm.world.once((what, repr(config), train.identity, test.identity), make)
-
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(
@@ -172,18 +174,16 @@ def load_inputs(
         parts = count_microbatches(config, mesh.pp, batch_size)
         normalize: Normalize | None = None
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
-            normalize = once("normalize", partial(Normalize.fit, train))
+            normalize = Normalize.fit(train)
         after: list[Transform] = [] if normalize is None else [normalize]
         scales = data.normalize and config.optimization.loss in NORMALIZED
         signature = ModelSignature.of(train, normalize, scales)
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
-            part = "training" if training else "test"
-            dataset = once(f"learn {part}", partial(signature.to_learn, dataset))
+            dataset = signature.to_learn(dataset)
             if is_small(dataset, run.dtype) and transforms == after:
-                dataset = once(f"input {part}", partial(as_input, dataset, normalize))
-                transforms = []
+                dataset, transforms = as_input(dataset, normalize), []
             return Loader(
                 dataset,
                 min(batch_size, len(dataset)),
@@ -378,10 +378,68 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
+class NodeTeam(Team):
+    """The ranks of a node, which prepare data sets together.
+
+    Args:
+        group: all ranks of the run.
+        say: called with a sentence about what takes long.
+    """
+
+    def __init__(self, group: Group, say: Callable[[str], None]) -> None:
+        super().__init__(say)
+        self._node = group.node()
+        self.rank, self.size = self._node.rank, self._node.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `Team`."""
+        return self._node.gather(value)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """See `Team`; of several errors the lowest rank's counts."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = self.gather(failure is not None)
+        if any(failed):
+            first = failed.index(True)
+            agree(self._node, failure if self.rank == first else None, speaker=first)
+
+    def free(self) -> None:
+        """Free the communicator."""
+        self._node.free()
+
+
+def wanted_files(config: Config, signature: ModelSignature | None) -> Wanted:
+    """Return the data set in files that the options name."""
+    data, loss = config.data, config.optimization.loss
+    predicts: LabelKind = "classes"
+    if loss == YES_OR_NO or is_custom(loss):
+        predicts = "any"
+    elif loss in ERRORS:
+        predicts = "quantities"
+    rules = TableRules(
+        target=signature.target if signature else data.target,
+        drop=data.dropped,
+        text_columns=data.columns,
+        sample_shape=data.sample_shape or (),
+        encoding=signature.rules.encoding if signature else (),
+        as_bytes=signature.stored == BYTES if signature else None,
+        decimal="" if data.decimal == "auto" else data.decimal,
+        header=data.header,
+    )
+    return Wanted(data.dataset, data.data_dir, config.run.seed, data.test_fraction, predicts, rules)
+
+
 def _load(
-    config: Config, source: TextSource | None, signature: ModelSignature | None = None
+    config: Config, source: TextSource | None, wanted: Wanted | None, entry: Path | None
 ) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
+    if wanted is not None:
+        return wanted.load(entry)
     if is_custom(data.dataset):
         pair = call_custom(data.dataset, "--dataset", "()")
         fits = (
@@ -395,30 +453,7 @@ def _load(
                 " test"
             )
         return check_pair(*pair)
-    if source is None:
-        loss = config.optimization.loss
-        predicts: LabelKind = (
-            "any"
-            if loss == YES_OR_NO or is_custom(loss)
-            else "quantities"
-            if loss in ERRORS
-            else "classes"
-        )
-        return load(
-            data.dataset,
-            data.data_dir,
-            seed,
-            data.test_fraction,
-            predicts,
-            signature.target if signature else data.target,
-            drop=data.dropped,
-            text_columns=data.columns,
-            sample_shape=data.sample_shape or (),
-            decimal="" if data.decimal == "auto" else data.decimal,
-            header=data.header,
-            encoding=signature.rules.encoding if signature else (),
-            as_bytes=signature.stored == BYTES if signature else None,
-        )
+    assert source is not None
     return load_text(source, context_of(config.model), seed, data.test_fraction)
 
 

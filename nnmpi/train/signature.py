@@ -12,7 +12,7 @@ The layout is not here but in state.json: equal weights give equal files under e
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Self
 
@@ -97,7 +97,7 @@ class ModelSignature:
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
-        if stored == BYTES and samples.largest * samples.scale <= 1:
+        if stored == BYTES and samples.moments.top * samples.scale <= 1:
             last["top"] = 1.0
         if normalize is not None:
             last |= {
@@ -127,7 +127,7 @@ class ModelSignature:
         """Return samples with the targets that the model learns: normalized, if they are."""
         if not self.target_mean or not isinstance(samples, Dataset):
             return samples
-        return replace(samples, y=change_rows(samples.y, self._normalized_targets))
+        return samples.with_targets(change_rows(samples.y, self._normalized_targets))
 
     def _normalized_targets(self, y: Array, numbers: Integers) -> Array:
         return ((y.astype(np.float64) - self._target_mean) / self.target_std).astype(np.float32)

@@ -114,7 +114,7 @@ def test_rows_that_are_read_are_those_in_memory(lazily, name):
     assert is_lazy(lazy.x) and not is_lazy(memory.x)
     assert is_lazy(lazy.y) or y.ndim == 1 or y.dtype == np.int64
     assert batches(lazy) == batches(memory) == batches(lazy, workers=3)
-    alike = "predicts variance vocabulary largest identity sample_shape target_shape"
+    alike = "predicts variance vocabulary identity sample_shape target_shape"
     assert [getattr(lazy, name) for name in alike.split()] == [
         getattr(memory, name) for name in alike.split()
     ]
@@ -236,7 +236,7 @@ def test_nothing_reads_a_large_set_whole(tmp_path):
     )
     train, _ = split(dataset, 0.25)
     Normalize.fit(train)
-    assert (train.targets == 56).all() and train.largest == 1 and train.identity
+    assert (train.targets == 56).all() and train.moments.top == 1 and train.identity
     next(iter(Loader(train, 64).epoch(0)))
     nnmpi.data.loader.Order(Loader(train, 64)).texts()
     (_, peak), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()

@@ -590,9 +590,9 @@ FAULTS = (
     ),
     Fault(
         "normalize: the mean of the batches' means",
-        "nnmpi/data/transform.py",
-        'np.square(train.rows(cut, "float64") - mean)',
-        'np.square(train.rows(cut, "float64"))',
+        "nnmpi/data/facts.py",
+        "np.square(values - mean).sum(axes)",
+        "np.square(values).sum(axes)",
         "tests/data",
     ),
     Fault(
