@@ -308,10 +308,8 @@ class Wanted:
                 return _form_of_folder(path, kind, rules)
             reader = find_reader(path, has_label=True)
             if reader and reader.gives == "table":
-                split_by = self._split_rules
-                return _Form(
-                    path, split_by, lambda team: (load_table(path, stem, kind, split_by), None)
-                )
+                by = self._split_rules
+                return _Form(path, by, lambda team: (load_table(path, stem, kind, by, team), None))
             if not reader or reader.gives != "arrays":
                 raise unread(path)
             scale = 1 / 16 if name == "digits" else None
@@ -564,7 +562,7 @@ def _form_of_folder(folder: Path, predicts: LabelKind, rules: TableRules) -> _Fo
     """
     name = folder.resolve().name
     if tables := _tables_in(folder):
-        return _Form(folder, rules, lambda team: _load_tables(tables, name, predicts, rules))
+        return _Form(folder, rules, lambda team: _load_tables(tables, name, predicts, rules, team))
     if npy_files(folder):
         arrays = folder, name, read_npy, predicts, rules
         return _Form(folder, rules, lambda team: load_arrays(*arrays), stays=True)
@@ -577,9 +575,9 @@ def _form_of_folder(folder: Path, predicts: LabelKind, rules: TableRules) -> _Fo
 
 
 def _load_tables(
-    tables: tuple[Path, Path], name: str, predicts: LabelKind, rules: TableRules
+    tables: tuple[Path, Path], name: str, predicts: LabelKind, rules: TableRules, team: Team
 ) -> TrainAndTest:
-    train = load_table(tables[0], name, predicts, rules)
+    train = load_table(tables[0], name, predicts, rules, team)
     kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
     rules = replace(
         rules,
@@ -588,7 +586,7 @@ def _load_tables(
         as_bytes=train.x.dtype == np.uint8,
         class_names=train.class_names,
     )
-    return train, load_table(tables[1], name, kind, rules)
+    return train, load_table(tables[1], name, kind, rules, team)
 
 
 def _load_images(folder: Path, name: str, team: Team) -> Pair:

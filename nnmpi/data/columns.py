@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from nnmpi.base.errors import DataError, counted, shortened
 from nnmpi.data.cells import days, is_missing, split_words
 from nnmpi.data.dataset import lost, lost_columns, no_number
+from nnmpi.data.team import ALONE, Team
 
 ColumnKind: TypeAlias = Literal["number", "date", "text", "words"]
 
@@ -40,6 +41,7 @@ MOST_OF_TEXTS = 10_000  # features of all texts together: a small file must not 
 SURE_INDEX = 10  # rows from which on 1, 2, 3 ... is an index and no feature
 INDEX_NAMES = ("", "Unnamed: 0")  # of an index as pandas writes it, and reads that
 FEWEST_ROWS = 2  # with a word, for it to be a feature
+BLOCK_ROWS = 2**15  # of a table that are encoded at once
 FEW = 20  # one cell of so many may be odd, so that it is an error and not a text
 
 
@@ -308,29 +310,27 @@ def check_spelling(text: str, spellings: dict[str, str]) -> str:
 
 def _fills(table: Table, kinds: Mapping[int, ColumnKind]) -> dict[int, float]:
     """Return what a missing number of each column becomes: the median of the training rows."""
-    numbers = _numbers(table, [*kinds], [*kinds.values()])
-    missing = np.isnan(numbers)
-    learned, is_known = numbers[table.training], ~missing[table.training]
-    medians = np.zeros(len(kinds))
-    full = is_known.all(axis=0)
-    medians[full] = np.median(learned[:, full], axis=0)
-    for at in np.flatnonzero(~full & ~missing.all(axis=0)).tolist():
-        some = learned[is_known[:, at], at]
-        medians[at] = np.median(some if len(some) else numbers[~missing[:, at], at])
-    filled = np.where(missing, medians, numbers)
-    places = [*kinds]
-    for at in lost_columns(filled, filled.astype(np.float32))[:1]:
-        place = places[at]
-        why, remedy = lost(filled[:, at]), table.dropping([place])
-        raise DataError(
-            f"{table.source}: column {table.names[place]!r}: {why}, with pandas frame[name] -="
-            f" frame[name].min(), or leave the column out: {remedy}"
-        )
-    return dict(zip(places, medians.tolist(), strict=True))
+    result = dict[int, float]()
+    for place, kind in kinds.items():
+        column = _numbers(table, [place], [kind])[:, 0]
+        missing = np.isnan(column)
+        learned = column[table.training]
+        some = learned[~np.isnan(learned)]
+        if not len(some):
+            some = column[~missing]
+        result[place] = float(np.median(some)) if len(some) else 0.0
+        column[missing] = result[place]
+        if lost_columns(column, column.astype(np.float32)):
+            remedy = table.dropping([place])
+            raise DataError(
+                f"{table.source}: column {table.names[place]!r}: {lost(column)}, with pandas"
+                f" frame[name] -= frame[name].min(), or leave the column out: {remedy}"
+            )
+    return result
 
 
 def encode(
-    table: Table, encoding: Encoding, places: Sequence[int]
+    table: Table, encoding: Encoding, places: Sequence[int], team: Team = ALONE
 ) -> tuple[NDArray[np.float32], list[str]]:
     """Return the features of a table, (rows, features), and sentences about cells without a value.
 
@@ -338,21 +338,27 @@ def encode(
         table: the table.
         encoding: the rules.
         places: of the rules' columns in this table.
+        team: makes the array.
 
     Raises:
         DataError: for a cell that does not fit its column's rule.
     """
     widths = [len(column.features) for column in encoding]
     starts = np.cumsum([0, *widths])
-    result = np.zeros((len(table.lines), starts[-1]), np.float32)
+    result = team.array((len(table.lines), int(starts[-1])), np.float32)
     numeric = [at for at, column in enumerate(encoding) if column.kind in _NUMERIC]
-    numbers = _numbers(table, [places[at] for at in numeric], [encoding[at].kind for at in numeric])
-    missing = np.isnan(numbers)
-    for row, at in np.argwhere(missing & _without_fill(encoding, numeric))[:1].tolist():
-        raise table.wrong(row, places[numeric[at]], no_number(""))
     fills = [encoding[at].fill or 0.0 for at in numeric]
-    result[:, starts[numeric]] = np.where(missing, fills, numbers)
-    filled, unseen = int(missing.sum()), list[str]()
+    filled, unseen = 0, list[str]()
+    for first in range(0, len(result), BLOCK_ROWS):
+        rows = slice(first, first + BLOCK_ROWS)
+        kinds = [encoding[at].kind for at in numeric]
+        numbers = _numbers(table, [places[at] for at in numeric], kinds, rows)
+        missing = np.isnan(numbers)
+        for row, at in np.argwhere(missing & _without_fill(encoding, numeric))[:1].tolist():
+            raise table.wrong(first + row, places[numeric[at]], no_number(""))
+        result[rows] = 0
+        result[rows, starts[numeric]] = np.where(missing, fills, numbers)
+        filled += int(missing.sum())
     for at, column in enumerate(encoding):
         if column.kind not in _NUMERIC:
             part = result[:, starts[at] : starts[at + 1]]
@@ -381,28 +387,36 @@ def _mark(table: Table, column: Column, place: int, part: NDArray[np.float32]) -
 
 
 def _numbers(
-    table: Table, places: Sequence[int], kinds: Sequence[ColumnKind]
+    table: Table, places: Sequence[int], kinds: Sequence[ColumnKind], rows: slice = slice(None)
 ) -> NDArray[np.float64]:
     """Return columns of numbers, or of dates in days, (rows, places); NaN for missing ones.
 
     Raises:
         DataError: for a cell that is none, and for one that float32 cannot hold.
     """
-    result = table.numbers[:, [*places]]
+    result = table.numbers[rows][:, [*places]]
+    begin = rows.start or 0
     for at, (place, kind) in enumerate(zip(places, kinds, strict=True)):
         if kind == "date":
             for row in np.flatnonzero(~np.isnan(result[:, at]))[:1].tolist():
-                raise table.odd(row, place, f"{result[row, at]:.15g}", kind)
-        for row, text in table.texts.get(place, {}).items():
+                raise table.odd(begin + row, place, f"{result[row, at]:.15g}", kind)
+        for row, text in _in_rows(table.texts.get(place, {}), rows):
             value = days(text) if kind == "date" else None
             if value is None:
                 raise table.odd(row, place, text, kind)
-            result[row, at] = value
+            result[row - begin, at] = value
     with np.errstate(over="ignore"):
         infinite = np.isinf(result.astype(np.float32))
     for row, at in np.argwhere(infinite)[:1].tolist():
-        raise table.wrong(row, places[at], no_number(float(result[row, at])))
+        raise table.wrong(begin + row, places[at], no_number(float(result[row, at])))
     return result
+
+
+def _in_rows(texts: Mapping[int, str], rows: slice) -> Iterable[tuple[int, str]]:
+    """Return the texts of some rows, by row."""
+    if rows.stop is None or not texts:
+        return texts.items()
+    return [(row, texts[row]) for row in range(rows.start, rows.stop) if row in texts]
 
 
 def plain(names: Sequence[str], count: int) -> Encoding:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, get_type_hints
 
 import numpy as np
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array, Shape
 from nnmpi.base.errors import DataError
@@ -30,10 +31,11 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.facts import Moments, content, moments
 from nnmpi.data.lazy import Chosen, blocks
 from nnmpi.data.mapped import FileArray, read_header, state_of
-from nnmpi.data.team import Team
+from nnmpi.data.team import Spool, Team
 
 FORMAT = 1  # of the files; part of KEY
 SET = "set.json"
+SPOOL, SPOOLED = "spool.bin", 2**18  # numbers in memory
 # A source up to this size is read by each rank, which takes no longer than to find it prepared.
 SMALL_BYTES = 2**20
 HEAD_BYTES = 2**16  # of a file's begin, which are part of KEY
@@ -68,6 +70,10 @@ class FolderTeam(Team):
         """See `Team`."""
         return self._team.agreed()
 
+    def spool(self) -> Spool:
+        """See `Team`."""
+        return _FileSpool(self.folder / SPOOL)
+
     def array(self, shape: Shape, dtype: Any) -> Array:
         """See `Team`; its room on the disk is taken now.
 
@@ -78,6 +84,32 @@ class FolderTeam(Team):
         self._count += 1
         self.first(lambda: _make_file(file, shape, np.dtype(dtype)))
         return npy.open_memmap(file, "r+")
+
+
+class _FileSpool(Spool):
+    """Numbers in a file, of which few are in memory; the file is removed with what is not kept."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def extend(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        """See `Spool`."""
+        super().extend(values)
+        if len(self._added) > SPOOLED:
+            self._flush()
+
+    def _flush(self) -> None:
+        with writing(self._file.parent), self._file.open("ab") as stream:
+            stream.write(self._added)
+        del self._added[:]
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """See `Spool`."""
+        if self._added:
+            self._flush()
+        return np.memmap(self._file, np.float64, "r+")
 
 
 def _make_file(file: Path, shape: Shape, dtype: np.dtype[Any]) -> None:
@@ -137,6 +169,7 @@ def _save(parts: Pair, place: FolderTeam) -> None:
                 arrays = {name: _place_of(getattr(part, name), place) for name in ("x", "y")}
                 values.append({**about, **arrays})
         write_json(place.folder / SET, values)
+        (place.folder / SPOOL).unlink(missing_ok=True)
 
 
 def _place_of(array: Any, place: FolderTeam) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nnmpi.data.images import SUFFIXES, is_image, read_image
 from nnmpi.data.json_lines import has_text, json_rows
 from nnmpi.data.parquet import parquet_rows
 from nnmpi.data.tables import NO_RULES, TableRules, delimited_rows, rows_in, to_dataset, to_table
+from nnmpi.data.team import ALONE, Team
 
 Gives = Literal["table", "text", "arrays", "image"]
 
@@ -206,7 +207,9 @@ def is_table(path: Path) -> bool:
     return reader is not None and reader.gives == "table"
 
 
-def read_table(source: Any, rules: TableRules = NO_RULES, labelled: bool = True) -> Table:
+def read_table(
+    source: Any, rules: TableRules = NO_RULES, labelled: bool = True, team: Team = ALONE
+) -> Table:
     """Read a table.
 
     Args:
@@ -214,6 +217,7 @@ def read_table(source: Any, rules: TableRules = NO_RULES, labelled: bool = True)
             cells, or rows.
         rules: how to read it.
         labelled: whether to read labels; a table without them needs the encoding of another one.
+        team: makes the arrays.
 
     Raises:
         UsageError: for a column that the table does not have, and for a file that is no table.
@@ -221,18 +225,22 @@ def read_table(source: Any, rules: TableRules = NO_RULES, labelled: bool = True)
             names line and column.
     """
     if not isinstance(source, Path):
-        return to_table(rows_in(source), rules, labelled)
+        return to_table(rows_in(source), rules, labelled, team)
     reader = find_reader(source, has_label=True)
     if reader is None or reader.gives != "table":
         raise unread(source)
-    return to_table(reader.read(source, rules), rules, labelled)
+    return to_table(reader.read(source, rules), rules, labelled, team)
 
 
 def load_table(
-    source: Any, name: str, predicts: LabelKind = "classes", rules: TableRules = NO_RULES
+    source: Any,
+    name: str,
+    predicts: LabelKind = "classes",
+    rules: TableRules = NO_RULES,
+    team: Team = ALONE,
 ) -> Dataset:
     """Return the data set of a table: a file, or a DataFrame."""
-    table = read_table(source, rules)
+    table = read_table(source, rules, team=team)
     return to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
 
 

@@ -1,11 +1,13 @@
 """Team: the processes that prepare a data set together; one by itself, or the ranks of a node."""
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array, Shape
 from nnmpi.base.shard import part
@@ -63,9 +65,32 @@ class Team:
                 result = work()
         return self.gather(result)[0]
 
+    def spool(self) -> "Spool":
+        """Return numbers that are added one after the other; not collective."""
+        return Spool()
+
     def array(self, shape: Shape, dtype: Any) -> Array:
         """Return an array that all ranks fill, each its part."""
         return np.empty(shape, dtype)
+
+
+class Spool:
+    """Numbers in float64 that are added one after the other, in memory."""
+
+    def __init__(self) -> None:
+        self._added = array("d")
+
+    def extend(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        """Add numbers, (n,)."""
+        if isinstance(values, np.ndarray):
+            self._added.frombytes(values.tobytes())
+        else:
+            self._added.extend(values)
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """All numbers, when none is added any more."""
+        return np.frombuffer(self._added)
 
 
 ALONE = Team()
