@@ -33,12 +33,20 @@ import threadpoolctl
 from nnmpi.backend import onednn
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.base.command import read_command, say
-from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks, shortened
-from nnmpi.base.files import is_locked, parse_json, read_json, read_text, rebuilt
+from nnmpi.base.errors import (
+    CheckpointError,
+    UsageError,
+    counted,
+    group_ranks,
+    name_ranks,
+    shortened,
+)
+from nnmpi.base.files import cache_folder, is_locked, parse_json, read_json, read_text, rebuilt
 from nnmpi.base.launcher import read_launch, start_words, usable_cores
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
+from nnmpi.data.cache import UNUSED_DAYS, entries, free_bytes
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
 from nnmpi.train.folder import LAST_WORDS, RunFolder, Start, code_of, read_run, resume_words
 from nnmpi.train.log import describe_metrics
@@ -336,6 +344,7 @@ def inspect_machine(group: Group) -> list[Facts]:
         "bfloat16": describe_bfloat16(),
         "older": find_older(),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
+        "cache": describe_cache() if group.local_rank() == 0 else "",
     }
     return group.gather(facts)
 
@@ -352,6 +361,25 @@ def describe_bfloat16() -> str:
     ways = partial(np.dot, a, a, out), partial(onednn.multiply, a, a, out, False)
     exact, low = np.min([[_seconds(way) for way in ways] for _ in range(TURNS)], axis=0)
     return f"{library}; products of {SIDE} x {SIDE} take 1/{exact / low:.1f} of float32's time"
+
+
+def describe_cache() -> str:
+    """Return the size of the cache of data sets, and how it is emptied."""
+    try:
+        folder, found = cache_folder(), entries()
+        free = format_bytes(free_bytes())
+    except (UsageError, OSError) as error:
+        return f"prepared data: none ({error})"
+    total = format_bytes(sum(entry.nbytes for entry in found))
+    text = f"prepared data: {counted(len(found), 'set')}, {total}, in {folder}; {free} free there"
+    unused = sum(entry.nbytes for entry in found if entry.unused_days > UNUSED_DAYS)
+    if unused:
+        text += f"; {format_bytes(unused)} not used for {UNUSED_DAYS} days go when room is needed"
+    if found:
+        kinds = sorted({entry.folder.parent for entry in found})
+        names = " ".join(quote(str(kind)) for kind in kinds)
+        text += f"; to empty it: rm -r {names}"
+    return text
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -382,6 +410,7 @@ def describe(by_rank: Sequence[Facts]) -> list[str]:
                 f" {', '.join(dict.fromkeys(_spans(by_rank[rank]['bound']) for rank in ranks))}"
             ),
             f"  shared memory: {shm}",
+            f"  {node['cache']}",
         ]
     return lines
 

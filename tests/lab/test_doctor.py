@@ -5,12 +5,13 @@ import os
 import re
 import shutil
 import sys
+from time import time
 
 import pytest
 
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.files import locked
-from nnmpi.lab.doctor import describe, diagnose, find_faults, inspect_machine
+from nnmpi.lab.doctor import describe, describe_cache, diagnose, find_faults, inspect_machine
 from nnmpi.train.cli import main
 from tests.harness.commands import on_ranks
 from tests.harness.job import mpirun, run
@@ -253,6 +254,23 @@ NODE = {
 def test_what_is_slow_or_wrong_is_said(ranks, text):
     result = find_faults([NODE | changes for changes in ranks])
     assert [text in sentence for sentence in result] == [True] * bool(text), result
+
+
+def test_the_cache_is_shown_with_what_empties_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    assert re.fullmatch(
+        f"prepared data: 0 sets, 0 B, in {tmp_path}; .* free there", describe_cache()
+    )
+    for name, age in (("new", 0), ("old", 31 * 86400)):
+        folder = tmp_path / "sets" / name / "data"
+        folder.mkdir(parents=True)
+        (folder / "0.npy").write_bytes(bytes(1024))
+        os.utime(folder.parent, (time() - age, time() - age))
+    shown = describe_cache()
+    assert "2 sets, 2 KiB" in shown and "1 KiB not used for 30 days go when room" in shown
+    assert shown.endswith(f"to empty it: rm -r {tmp_path / 'sets'}")
+    monkeypatch.setenv("NNMPI_DATA", "~nobody-of-this-name")
+    assert describe_cache().startswith("prepared data: none (")
 
 
 @pytest.mark.simulated(max_size=3)
