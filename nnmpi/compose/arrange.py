@@ -346,7 +346,8 @@ def arrange(
                 " leave that out, or build the model again"
             )
         if isinstance(model, ModelPart) or any(
-            parameter.rank_local or parameter.region is not None for parameter in model.parameters()
+            parameter.rank_local or parameter.region is not None
+            for _, parameter in model.named_weights()
         ):
             raise UsageError(
                 "the model is arranged already, and this rank has only part of it; build it again"

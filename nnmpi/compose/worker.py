@@ -864,7 +864,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
         )
     if arrangement is None:
         if isinstance(model, ModelPart) or any(
-            parameter.region is not None for parameter in model.parameters()
+            parameter.region is not None for _, parameter in model.named_weights()
         ):
             raise UsageError(
                 "this rank has only part of the model; give the Worker the arrangement that made"

@@ -241,10 +241,11 @@ def of_chain(
     """
     for layer in layers:
         part = ModelPart(model, [layer])
+        drawn = [base for _, base in part.named_base() if not hasattr(base, "data")]
         part.initialize(dtype=dtype, backend=backend)
         parameters = part.parameters()
         yield Measured(layer.name, layer.run, parameters)
-        for parameter in parameters:
+        for parameter in (*parameters, *drawn):
             del parameter._data
             parameter.grad = parameter.buffer = None
 

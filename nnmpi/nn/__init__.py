@@ -22,6 +22,7 @@ from nnmpi.nn.conv import *
 from nnmpi.nn.experts import *
 from nnmpi.nn.linear import *
 from nnmpi.nn.llama import *
+from nnmpi.nn.lora import *
 from nnmpi.nn.mode import *
 from nnmpi.nn.module import *
 from nnmpi.nn.norm import *

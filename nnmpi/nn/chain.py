@@ -243,7 +243,7 @@ class ModelPart(Module, read_once="layers"):
 
     def __init__(self, model: Module, layers: Sequence[ChainLayer]) -> None:
         self.layers, self._model = tuple(layers), model
-        self._full = list(model.named_parameters())
+        self._full = list(model.named_weights())
         self._names = {parameter: name for name, parameter in self._full}
 
     def watched(self) -> Iterator[Module]:
@@ -255,13 +255,13 @@ class ModelPart(Module, read_once="layers"):
         for layer in self.layers:
             yield from layer.members
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters by their full names, including those shared with other parts."""
-        for name, parameter in super().named_parameters():
+    def named_weights(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters by their full names, including those shared with other parts."""
+        for name, parameter in super().named_weights():
             yield self._names.get(parameter, name), parameter  # a new one is refused by its name
 
-    def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the full model's parameters. See `Module.full_parameters`."""
+    def full_weights(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the full model's parameters. See `Module.full_weights`."""
         yield from self._full
 
     def name_modules(self) -> None:

@@ -459,7 +459,18 @@ class Module(Settled):
         return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield parameters with full names in definition order; shared ones once, by first name."""
+        """Yield parameters with full names in definition order; shared ones once, by first name.
+
+        Without those of the base that adapters change (see `nn.LoRA`).
+        """
+        return (item for item in self.named_weights() if not item[1].is_base)
+
+    def named_base(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the parameters of the base that adapters change, as `named_parameters`."""
+        return (item for item in self.named_weights() if item[1].is_base)
+
+    def named_weights(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters, those of a base, too."""
         seen: set[int] = set()
         for name, value in self._leaves(Parameter):
             if id(value) not in seen:
@@ -480,8 +491,12 @@ class Module(Settled):
         return dict([*self.named_parameters(), *self.named_buffers()])
 
     def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters of the full model; a pipeline stage overrides this."""
-        yield from self.named_parameters()
+        """Yield the parameters of the full model, as `named_parameters`."""
+        return (item for item in self.full_weights() if not item[1].is_base)
+
+    def full_weights(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters of the full model; a pipeline stage overrides this."""
+        yield from self.named_weights()
 
     def parameters(self) -> ModelParameters:
         """Return all parameters in order of definition."""
@@ -547,6 +562,7 @@ class Module(Settled):
         for _, buffer in self.named_buffers():
             if buffer not in kept:
                 buffer._data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
+        self._draw_base(seed, np.dtype(dtype), backend)
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         self.storage.seed = seed
         everything = dict(self.full_parameters())
@@ -556,6 +572,15 @@ class Module(Settled):
                 group(name, parameter) for name, parameter in everything.items()
             }
         return self
+
+    def _draw_base(self, seed: int, dtype: Dtype, backend: Backend) -> None:
+        """Draw the values of a base that has none; those that it has are kept."""
+        base = dict(self.named_base())
+        drawn = _Draws(base, seed, dtype, backend)
+        for name, parameter in base.items():
+            parameter.name = name
+            given = parameter._data if hasattr(parameter, "data") else drawn[name]
+            parameter._data = backend.asarray(given.astype(dtype, copy=False))
 
     def _stored_parts(self) -> Iterator[tuple[Module, FlatStorage]]:
         """Yield the parts that were initialized or loaded alone, with their storage."""
@@ -600,7 +625,7 @@ class Module(Settled):
         Args:
             stored: those that had a place, and are known.
         """
-        named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
+        named = {id(item) for _, item in (*self.named_weights(), *self.full_weights())}
         named |= {*map(id, stored)}
         readers = dict[int, tuple[str, str]]()
         for path, module in self.named_modules():

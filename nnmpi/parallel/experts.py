@@ -38,4 +38,6 @@ def share_experts(model: Module, group: Group) -> None:
             region = Region(full.shape, 0, owned.start, owned.stop)
             part = type(full)(region.local_shape, full.init, region, group)
             part.requires_grad, part.rank_local = full.requires_grad, True
+            if full.is_base:
+                part.make_base()
             module.set_child(name, part)

@@ -89,10 +89,13 @@ def check_free(model: Module, group: Group, zero: bool = False) -> None:
 def broadcast_state(model: Module, group: Group, parameters: bool = True) -> None:
     """Give all ranks rank 0's buffers, and its parameters unless `parameters` is False. Collective.
 
+    Also its base, if the model has adapters.
+
     Parameters of one rank's experts stay as they are.
     """
     model.storage.distributed = True
     entries = model.entries() if parameters else dict(model.named_buffers())
+    entries |= dict(model.named_base())
     for array in [item.data for item in entries.values() if not getattr(item, "rank_local", False)]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)

@@ -198,7 +198,7 @@ def refuse_values(model: Module) -> None:
     Raises:
         UsageError: when any of its parameters has values.
     """
-    if any(hasattr(parameter, "data") for parameter in model.parameters()):
+    if any(hasattr(parameter, "data") for _, parameter in model.named_weights()):
         raise UsageError(
             "the model has its values already; arrange or shard it first, then call"
             " model.initialize(), and give it kept values by"

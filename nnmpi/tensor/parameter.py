@@ -66,6 +66,7 @@ class Parameter(Tensor):
         room: parameters of one room lie together in the flat storage, see `FlatStorage`.
         rank_local: whether each data-parallel rank has a different shard, as of experts. Its
             gradient is complete on its owner and is not summed over the ranks.
+        is_base: whether it is of the base that adapters change (see `make_base`).
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None.
 
@@ -85,7 +86,7 @@ class Parameter(Tensor):
 
     __slots__ = (
         *("rank_local", "declared", "guard", "init", "room", "name", "ranks", "region"),
-        "version",
+        *("version", "is_base"),
     )
 
     is_table: ClassVar[bool] = False
@@ -121,7 +122,7 @@ class Parameter(Tensor):
         self.init: Initializer = init or _zeros
         self.name, self.region, self.ranks = "", region, ranks
         self.rank_local, self.room = False, ""
-        self.requires_grad = True
+        self.requires_grad, self.is_base = True, False
         self._unbind()
 
     def _unbind(self) -> None:
@@ -132,7 +133,7 @@ class Parameter(Tensor):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without gradient and storage: a copy gets its own."""
-        if self.guard is not None:
+        if self.guard is not None and not self.is_base:
             raise GraphError(
                 "a model in a Worker or a strategy cannot be copied or pickled; keep its values,"
                 " such as the best ones, by model.state() and model.load_state, or call its"
@@ -147,6 +148,7 @@ class Parameter(Tensor):
             "ranks",
             "region",
             "requires_grad",
+            "is_base",
             "data",
         )
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
@@ -155,6 +157,25 @@ class Parameter(Tensor):
         self._unbind()
         for name, value in state.items():
             setattr(self, name, value)
+        if self.is_base:
+            self.make_base()
+
+    def make_base(self) -> None:
+        """Freeze it for good: no storage, gradient, optimizer state or message has it from now on.
+
+        It keeps its values, in an array of its own. Its model is initialized afterwards.
+        """
+        if hasattr(self, "data"):
+            self._data = self._data.copy()  # frees the storage that it was a part of
+        self._unbind()
+        self.requires_grad, self.is_base, self.guard = False, True, self._refuse_gradient
+        Parameter.trees += 1
+
+    def _refuse_gradient(self) -> None:
+        raise UsageError(
+            f"{self.name or 'a parameter'} is of the base that adapters change, and is not trained;"
+            " leave its requires_grad at False"
+        )
 
     @property
     def shape(self) -> Shape:

@@ -105,7 +105,7 @@ def multiplications(options: OptimizationConfig, model: Module, train: Samples) 
     positions = shape[0] if train.is_tokens else 1
     pixels = prod(shape[:-1])
     weights = [
-        parameter.declared for parameter in model.parameters() if len(parameter.declared) > 1
+        parameter.declared for _, parameter in model.named_weights() if len(parameter.declared) > 1
     ]
     per_sample = sum(
         prod(weight) * (pixels if len(weight) > 2 else positions) for weight in weights

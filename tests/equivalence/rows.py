@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import Layout, models
+from nnmpi import Layout, models, nn
 from nnmpi.compose.losses import ERRORS
 from nnmpi.data import IGNORED, Dataset
 from nnmpi.data.dataset import Samples
@@ -109,6 +109,11 @@ def llama(*_, tied=True):
         bias=True,
         qk_norm=tied,
     )
+
+
+def adapted(*_, targets="all-linear", **more):
+    """Return that with adapters, which drop elements of their own."""
+    return nn.adapt(gpt(**more), rank=3, alpha=10, targets=targets, dropout=0.3)
 
 
 def lstm(*_, tied=True):
@@ -256,6 +261,7 @@ ZERO_MLP = Setup(
     worker={"clip": 0.5},
     **MOMENTUM,
 )
+ADAPTED = replace(GPT, model=adapted)
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
@@ -374,6 +380,9 @@ ROWS = {
     "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),
     "gpt": Row(GPT, everything),
     "llama": Row(LLAMA),
+    "adapters": Row(ADAPTED, everything),
+    "adapters, zero": Row(replace(ADAPTED, model_options={"targets": "v"}), stages_of_zero),
+    "adapters in a fixed order": Row(replace(ADAPTED, microbatches=4), fixed, serial=FIXED),
     "lstm": Row(LSTM, everything),
     "lstm of few tokens": Row(
         Setup(few_tokens, data=sentences, microbatches=2, batch_size=16, **MOMENTUM), everything
@@ -443,6 +452,9 @@ SINGLE = [
     *((LLAMA, layout) for layout in SHARED_LLAMAS),
     (replace(LLAMA, model_options={"tied": False}), Layout(pp=2, split=(2, 5), tp=2)),
     (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
+    (ADAPTED, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
+    (ADAPTED, Layout(sp=2, tp=2, sp_attention="ring")),
+    (ADAPTED, Layout(sp=2, pp=2, split=(4, 4), activation_memory="least")),
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),

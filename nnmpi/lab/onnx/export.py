@@ -87,7 +87,8 @@ def _graph(
         moved: whether images have their channels first there.
     """
     applied, results = trace(model, inputs)
-    known = {id(entry._data): name for name, entry in model.entries().items()}
+    entries = [*model.entries().items(), *model.named_base()]
+    known = {id(entry._data): name for name, entry in entries}
     graph, values, ends = OnnxGraph(), dict[int, GraphValue](), dict[str, Array]()
 
     def value(x: Any, like: Array) -> Any:

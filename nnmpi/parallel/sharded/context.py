@@ -86,6 +86,8 @@ class ParameterSharder:
         if full not in self._cut and full.region is None:
             part = self._cut[full] = Parameter(region.local_shape, full.init, region, self.group)
             part.requires_grad, part.room = full.requires_grad, room
+            if full.is_base:
+                part.make_base()
         part = self._cut.get(full, full)
         if part.region != region:
             raise LayoutError(
@@ -101,7 +103,7 @@ class ParameterSharder:
         Raises:
             LayoutError: naming the parameter.
         """
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_weights():
             if parameter in self._cut:
                 raise LayoutError(
                     f"parameter {name!r} is whole in one layer and cut in another; let the table"

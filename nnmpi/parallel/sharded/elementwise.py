@@ -33,7 +33,7 @@ def place_elementwise(layer: Module, context: LayerContext) -> Placed:
     Parameters stay full on every rank, and the operation uses the part that its input needs.
     """
     placement, count = context.placement, layer.input_features()
-    if not layer.parameters():
+    if not any(layer.named_weights()):
         return layer, placement
     if count is not None and not (placement.is_replicated or placement.has_rows):
         # a rank without any of the channels cannot tell how often they recur

@@ -21,6 +21,8 @@ A layer sharded by outputs is the layer itself with a part of its weight, and an
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, namespace
@@ -28,15 +30,16 @@ from nnmpi.backend.precision import is_low
 from nnmpi.comm.group import Group
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.lora import LoRA
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.collectives import sum_over_ranks
+from nnmpi.ops.collectives import copy, sum_over_ranks
 from nnmpi.ops.conv.convolution import conv2d
 from nnmpi.ops.embedding import TableRows, embedding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution, divided, part_of
 from nnmpi.tensor.dtypes import product_dtype
-from nnmpi.tensor.placement import REPLICATED, features
+from nnmpi.tensor.placement import REPLICATED, Placement, features
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.traits import OF_RANKS, Traits
 
@@ -50,6 +53,19 @@ class RowLinear(Linear):
         """Return x W + b."""
         x = self.product_input(x)
         full = sum_over_ranks(linear_part(x, self.weight), self.group, self.bias)
+        return full.astype(product_dtype("linear", x, self.weight))
+
+
+class RowLoRA(LoRA):
+    """A row-parallel linear layer with an adapter: (..., own inputs) -> full (..., outputs)."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W + b and the adapter's addition, in one sum over the ranks."""
+        x = self.product_input(x)
+        part = linear_part(x, self.weight) + self.addition(x, linear_part)
+        full = sum_over_ranks(part, self.group, self.bias)
         return full.astype(product_dtype("linear", x, self.weight))
 
 
@@ -128,6 +144,7 @@ class Product(NamedTuple):
 COLUMN, ROW, ROWS, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 PRODUCTS: Mapping[type[Module], Product] = {
     Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
+    LoRA: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLoRA),
     TiedLinear: Product(1, 0, (VOCAB,)),  # its table is sharded as the embedding's
     Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
     Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
@@ -149,6 +166,8 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         )
         parts: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, placed, kind.outputs)}
         parts["bias"] = context.sharder.cut(getattr(layer, "bias", None), placed, 0)
+        if isinstance(layer, LoRA):
+            parts |= _adapter("lora_b", layer, context, placed, 1)
         if groups > 1:  # all outputs of a group belong to one rank
             parts["groups"] = placed.width(context.group.size, context.group.rank) // placed.unit
         return part_of(layer, product_input=_input_of(groups, context, inputs), **parts), placed
@@ -160,13 +179,18 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
             )
         ready = not context.placement.is_replicated and not context.placement.has_rows
         cut = context.placement if ready else divided(inputs, context.units)
+        parts = {"weight": context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)}
+        if isinstance(layer, LoRA):
+            parts |= _adapter("lora_a", layer, context, cut.resolve(inputs), 0)
+            on_parts = replace(context, placement=cut.resolve(inputs)).on_parts
+            parts["dropout"], _ = on_parts(layer.dropout)
         return (
             part_of(
                 layer,
                 kind.row,
                 product_input=context.to_parts(cut),
-                weight=context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs),
                 group=context.group,
+                **parts,
             ),
             REPLICATED,
         )
@@ -177,6 +201,14 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         f"has type {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose"
         f" Sharding.{', '.join(choices)} or {last}"
     )
+
+
+def _adapter(
+    name: str, layer: LoRA, context: LayerContext, placement: Placement, axis: int
+) -> dict[str, Any]:
+    """Return the factor of that name, cut with its layer, and what sums the other's gradients."""
+    part = context.sharder.cut(getattr(layer, name), placement, axis)
+    return {name: part, "whole": partial(copy, group=context.group)}
 
 
 def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribution:
