@@ -3,6 +3,7 @@
 Checkpoints save them. Each entry has its region of the full array.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.comm.agreement import on_root
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -36,6 +38,41 @@ def model_state(
     leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
     order = [*arrangement.names_of_parameters(), *arrangement.names_of_buffers()]
     return _state(arrangement, {"": leaves}, order, after_set or storage.note_set)
+
+
+def base_digest(arrangement: Arrangement) -> str:
+    """Return a hash of the weights that adapters are added to; "" without adapters. Collective.
+
+    Of their names and values in float32: the same in every layout and dtype.
+    """
+    model, mesh = arrangement.model, arrangement.mesh
+    order = [name for name, item in model.full_weights() if item.is_base]
+    if not order:
+        return ""
+    base = dict(model.named_base())
+    # several stages may have one, such as the table of a tied output: the first writes it
+    first = {
+        name: rank
+        for rank, names in reversed([*enumerate(mesh.pp.gather([*base]))])
+        for name in names
+    }
+    entries = [
+        StateEntry(
+            name,
+            item.data,
+            item.region,
+            first[name] == mesh.pp.rank and arrangement.writes_here(item),
+        )
+        for name, item in base.items()
+    ]
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(name: str, array: Array) -> None:
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array, np.float32).data)
+
+    ModelState(entries, order, mesh.world).gather(add)
+    return on_root(mesh.world, digest.hexdigest)
 
 
 def optimizer_state(

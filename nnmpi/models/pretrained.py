@@ -290,7 +290,7 @@ def load_pretrained(model: Module, folder: Path) -> None:
 
     Args:
         model: of the folder's type and size, initialized; a rank of a layout passes its part and
-            reads its shards alone.
+            reads its shards alone. Adapters keep their values.
         folder: written by transformers or `save_pretrained`.
 
     Raises:
@@ -300,7 +300,8 @@ def load_pretrained(model: Module, folder: Path) -> None:
     size = read_size(folder)
     with open_folder(folder) as stored:
         file, names = stored.source, _names_in(stored, size)
-        for ours, parameter in model.named_parameters():
+        weights = [item for item in model.named_weights() if item[0] in names]  # no adapters
+        for ours, parameter in weights:
             name, transposed = names[ours]
             source = stored.get_slice(name)
             shape = tuple(source.get_shape())
@@ -326,14 +327,26 @@ def load_pretrained(model: Module, folder: Path) -> None:
                 f" embedding, as {CONFIG} says it is, can be read"
             )
         model.storage.version.meet()
-        for span in model.storage.spans:
-            parameter = span.parameter
-            name, transposed = names[parameter.name]
+        spans = {span.parameter: span for span in model.storage.spans}
+        for ours, parameter in weights:
+            name, transposed = names[ours]
             part = stored.get_part(name, parameter.region, transposed)
-            model.storage.write(
-                span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
-            )
+            values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+            if parameter.is_base:
+                parameter.data[...] = values
+            else:
+                model.storage.write(spans[parameter], values)
         model.storage.version.meet()
+
+
+def layer_names(size: Size) -> dict[str, str]:
+    """Return the names of a model's layers in transformers' model, by their full names here."""
+    prefix, end = PREFIX if isinstance(size, GPTSize) else "", ".weight"
+    return {
+        ours.removesuffix(end): prefix + theirs.removesuffix(end)
+        for ours, theirs, _ in size.names(size.layers)
+        if ours.endswith(end)
+    }
 
 
 def save_pretrained(

@@ -29,12 +29,14 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Batch, checksum
+from nnmpi.models.adapter import load_adapter
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import load_pretrained, read_size
+from nnmpi.models.pretrained import layer_names, load_pretrained, read_size
 from nnmpi.models.resnet import resnet
+from nnmpi.nn.lora import adapt
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim import updates
@@ -129,7 +131,10 @@ def _build_sequence_model(
             f" {size.context}, but the data have {tokens} and {sample_shape[0]}; use its own"
             f" tokenizer, and a --context of at most {size.context}"
         )
-    return gpt(**vars(size), dropout=dropout_of(config))
+    model = gpt(**vars(size), dropout=dropout_of(config))
+    if config.lora is not None:
+        adapt(model, config.lora, config.lora_alpha, config.lora_targets, config.lora_dropout)
+    return model
 
 
 def check_samples(model: str, samples: Samples) -> None:
@@ -346,6 +351,10 @@ def build_trainer(
             )
         if config.model.pretrained is not None:
             load_pretrained(model, config.model.pretrained)
+        if config.model.adapter is not None:
+            assert config.model.pretrained is not None
+            names = layer_names(read_size(config.model.pretrained))
+            load_adapter(model, config.model.adapter, names)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
     common: dict[str, Any] = {
         "numerics": config.numerics,

@@ -81,7 +81,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Mesh
 from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.evaluation import Evaluation
-from nnmpi.compose.state import spread
+from nnmpi.compose.state import base_digest, spread
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.metrics.metric import Metric
@@ -146,6 +146,7 @@ class RunState:
         elapsed_s: seconds of training, evaluation and saving, over all starts of the run.
         samples: rows of the training set, on which `batch` depends.
         data: a hash of the data, see `Inputs.identity`.
+        base: a hash of the weights that adapters are added to, see `base_digest`.
         rate_scale: factor on the schedule's learning rate, of plateaus and callbacks.
         rate_step: the step of the last plateau; 0 for none.
     """
@@ -160,6 +161,7 @@ class RunState:
     elapsed_s: float = 0.0
     samples: int = 0
     data: str = ""
+    base: str = ""
     rate_scale: float = 1.0
     rate_step: int = 0
 
@@ -195,7 +197,8 @@ class RunState:
         Raises:
             KeyError, TypeError, AttributeError: for a missing value, or one of another type.
         """
-        values = {"rate_scale": 1.0, "rate_step": 0, **values}  # earlier versions had none
+        earlier = {"rate_scale": 1.0, "rate_step": 0, "base": ""}  # versions had none
+        values = {**earlier, **values}
         return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
 
 
@@ -243,6 +246,21 @@ class Checkpoint:
             }
             given = {name: spec for name, spec in specs.items() if name in expected}
             check_fit(given, expected, self.model.file)
+
+    def check_base(self, now: str) -> None:
+        """Refuse adapters to other weights than those that they were trained on.
+
+        Args:
+            now: of the model, see `base_digest`.
+
+        Raises:
+            CheckpointError: if it is not that of the checkpoint.
+        """
+        if self.values.get("base", "") != now:
+            raise CheckpointError(
+                f"{self.folder} has adapters of another base than this model's: its weights have"
+                " changed since; give the model that they were trained on"
+            )
 
     def weights(self) -> ArraySource:
         """Return what gives the weights to use, `source_of` a file: the average if one is kept."""
@@ -533,6 +551,7 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the original data, or start a new"
             " run with another --out"
         )
+    last.check_base(first.base)
     _read(last, trainer)
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
         trainer.load_scalars(last.values["optimizer"])
@@ -616,6 +635,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         optimizer.run_id = on_root(group, partial(_claim, Path(folder), optimizer.run_id))
         values = {
             "run": optimizer.run_id,
+            "base": base_digest(training.arrangement),
             "optimizer": training.scalars(),
             "place": position,
             "objects": list(objects),
@@ -702,6 +722,7 @@ def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
                 f"{last.folder} was saved with {had} besides the loop, but resume got {has}; give"
                 " both the same objects by the same names"
             )
+        last.check_base(base_digest(training.arrangement))
         _read(last, training)
         training.load_scalars(last.values["optimizer"])
         training.optimizer.run_id = last.values.get("run", "")

@@ -67,7 +67,8 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "context": (*SEQUENCE_MODELS, "FILE.py:NAME"),
         **dict.fromkeys(("layers", "features"), SEQUENCE_MODELS),
         **dict.fromkeys(
-            ("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)
+            ("heads", "experts", "experts_top", "experts_capacity", "pretrained", "lora"),
+            ("gpt",),
         ),
     },
     "optimizer": {"momentum": taking("momentum")},
@@ -197,6 +198,22 @@ class ModelConfig:
     """A GPT-2 to start from: a finished run of --model gpt, or a Hugging Face folder with
     config.json, model.safetensors and its tokenizer.
     """
+    lora: int | None = None
+    """Train additions of this rank to linear layers of --pretrained, adapters (LoRA), and leave its
+    weights as they are. Checkpoints and RUN/adapter, which PEFT reads, have the additions alone.
+    """
+    lora_alpha: float | None = None
+    """With --lora: additions are multiplied by this over the rank (default: the rank)."""
+    lora_targets: str = "q,v"
+    """With --lora: names of linear layers, or patterns of full names such as *.mlp.*, separated by
+    commas. gpt has a single layer for q, k and v. all-linear: all but the output.
+    """
+    lora_dropout: float = 0.0
+    """With --lora: the probability of dropping an element of an addition's input."""
+    adapter: Path | None = None
+    """Go on with the additions in a folder of PEFT's, such as RUN/adapter of --lora, instead of new
+    ones; --lora and the options beside it are then as saved there.
+    """
 
     def __post_init__(self) -> None:
         known = (
@@ -209,6 +226,18 @@ class ModelConfig:
         check_numbers(self, "layers", 1, LAYERS)
         check_numbers(self, "features heads context experts experts_top", 1)
         check_numbers(self, "experts_capacity", 0, above=True)
+        check_numbers(self, "lora", 1)
+        check_numbers(self, "lora_alpha", 0, above=True)
+        check_numbers(self, "lora_dropout", 0, 1)
+        given = (self.lora_alpha, self.lora_targets, self.lora_dropout) != (None, "q,v", 0.0)
+        require(
+            self.lora is not None or not given,
+            "--lora-alpha, --lora-targets and --lora-dropout need --lora, too",
+        )
+        require(
+            self.pretrained is not None or (self.lora is None and self.adapter is None),
+            "--lora and --adapter add to a trained model; give --pretrained, too",
+        )
         top, experts = self.experts_top, self.experts
         alone = top == 2 and self.experts_capacity is None
         require(bool(experts) or alone, "--experts-top and --experts-capacity need --experts, too")

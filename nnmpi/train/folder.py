@@ -97,6 +97,7 @@ class RunFolder:
         self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
         self.evaluation = path / "evaluation.json"
         self.tokenizer, self.model = path / "tokenizer", path / "model"
+        self.adapter, self.merged = path / "adapter", path / "merged"
         self.lock, self.flight = path / LOCK_FILE, path / "flight"
         self.trace, self.page = path / "trace.json.gz", path / "report.html"
         self.torch = path / "torch.safetensors"
@@ -174,6 +175,7 @@ class RunFolder:
         """
         result = [self.config, self.metrics, self.checkpoints, self.console, self.starts]
         result += [self.finished, self.evaluation, self.trace, self.tokenizer, self.model]
+        result += [self.adapter]
         with suppress(FileNotFoundError):
             lock = self.lock.stat()
             if lock.st_size or not stat.S_ISREG(lock.st_mode):
@@ -479,6 +481,12 @@ def find_model(pretrained: Path) -> Path:
     run = RunFolder(pretrained)
     if run.model.is_dir():
         return run.model
+    if run.adapter.is_dir():
+        raise UsageError(
+            f"--pretrained {pretrained} has adapters alone; write the model that they make by nnmpi"
+            f" export {pretrained} --merge, and give {run.merged}; or go on with them by --adapter"
+            f" {run.adapter} and their own --pretrained"
+        )
     if run.metrics.is_file():
         raise UsageError(
             f"--pretrained {pretrained} is a run without a model, which --model gpt writes at its"

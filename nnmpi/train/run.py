@@ -34,7 +34,7 @@ from nnmpi.comm.saved_fit import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.state import model_state
+from nnmpi.compose.state import base_digest, model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Samples, read_array
 from nnmpi.data.readers import read_table
@@ -452,8 +452,11 @@ def open_run(
         where = arrange(full, group, layout, sample, dtype, backend)
         with agreed(group):
             where.model.initialize(dtype=dtype, backend=backend)
-            if last is None and weights is None:
-                load_pretrained(where.model, folder)
+            if model.lora is not None or (last is None and weights is None):
+                assert model.pretrained is not None
+                load_pretrained(where.model, model.pretrained)
+        if last is not None:
+            last.check_base(base_digest(where))
         if weights is not None:
             make = lambda: build().initialize(dtype=dtype)  # noqa: E731
             _load_torch(weights, make, sample, group, where, signature)

@@ -34,8 +34,10 @@ from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
+from nnmpi.compose.state import base_digest
 from nnmpi.data.dataset import Samples
-from nnmpi.models.pretrained import save_pretrained
+from nnmpi.models.adapter import save_adapter
+from nnmpi.models.pretrained import layer_names, read_size, save_pretrained
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
@@ -220,7 +222,8 @@ def _first_state(
     Raises:
         CheckpointError, DataError: on all ranks, see `restore`.
     """
-    state, notices = RunState(samples=len(run.inputs.train), data=run.inputs.identity), list[str]()
+    base, notices = base_digest(run.arrangement), list[str]()
+    state = RunState(samples=len(run.inputs.train), data=run.inputs.identity, base=base)
     if resuming:
         state, notices = restore(run.trainer, last, run.folder, state)
         if run.group.is_root:
@@ -371,7 +374,7 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
             if is_gpt:
-                _save_gpt(run, weights)
+                _save_gpt(run, weights, loop.state.base)
             write_json(folder.finished, _proof(run, loop, len(last_steps)))
 
     if run.has_folder:
@@ -380,11 +383,22 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     console.say(*map(broken, _last_lines(run, loop)))
 
 
-def _save_gpt(run: TrainingRun, weights: Mapping[str, Array]) -> None:
-    """Write a GPT's weights and tokenizer in the format of Hugging Face's transformers."""
+def _save_gpt(run: TrainingRun, weights: Mapping[str, Array], base: str) -> None:
+    """Write a GPT's weights and tokenizer in the format of Hugging Face's transformers, or of PEFT.
+
+    Args:
+        weights: all, or those of adapters.
+        base: the hash of what adapters are added to.
+    """
     folder, options, tokenizer = run.folder.model, run.config.model, run.tokenizer
     end = None if tokenizer is None else tokenizer.end
-    save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
+    if options.lora is None:
+        save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
+    else:
+        folder, path = run.folder.adapter, options.pretrained
+        assert path is not None
+        settings = options.lora_alpha, options.lora_dropout, layer_names(read_size(path))
+        save_adapter(folder, weights, *settings, str(path), base)
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -1,0 +1,153 @@
+"""Adapters against PEFT's: the same logits, gradients and training; the same files both ways."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nnmpi import models, nn, ops, optim
+from nnmpi.base.errors import DataError
+from nnmpi.models.adapter import adapted, save_adapter
+from nnmpi.models.pretrained import layer_names, load_pretrained, read_size
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for PEFT
+
+SIZES = {"vocab_size": 61, "n_positions": 20, "n_embd": 24, "n_layer": 3, "n_head": 4}
+IDS = {"bos_token_id": None, "eos_token_id": None}
+TOKENS = np.random.default_rng(0).integers(0, 61, (3, 18))
+
+
+def base(folder, dtype=torch.float64):
+    """Write a drawn GPT-2, and return it as transformers reads it."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        **SIZES, **IDS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config).to(dtype)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+def theirs(folder, targets, dtype=torch.float64):
+    """Return it with an adapter of PEFT's, whose factors are both drawn."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=10, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=True
+    )
+    model = peft.get_peft_model(base(folder, dtype), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def ours(folder, dtype="float64"):
+    """Return nnmpi's model of the base, and the names of its layers in theirs."""
+    size = read_size(folder)
+    model = models.gpt(**vars(size)).initialize(0, dtype)
+    load_pretrained(model, folder)
+    return model, layer_names(size)
+
+
+def assert_close(mine, twin):
+    """To 1e-12 of the largest element."""
+    mine, twin = np.asarray(mine), twin.detach().numpy()
+    assert np.abs(mine - twin).max() <= 1e-12 * np.abs(twin).max()
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "mlp.c_proj"], r".*h\.1\..*c_fc"])
+def test_an_adapter_of_theirs_gives_their_logits_and_gradients(tmp_path, targets):
+    twin = theirs(tmp_path / "base", targets)
+    twin.save_pretrained(tmp_path / "adapter")
+    model = adapted(*ours(tmp_path / "base")[:1], tmp_path / "adapter", ours(tmp_path / "base")[1])
+    logits = twin(torch.tensor(TOKENS)).logits
+    model.zero_grad()
+    result = model(TOKENS)
+    assert_close(result.data, logits)
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.tensor(TOKENS).flatten()
+    ).backward()
+    ops.cross_entropy(result, TOKENS).backward()
+    trained = {name: item.grad for name, item in twin.named_parameters() if item.requires_grad}
+    names = ours(tmp_path / "base")[1]
+    for name, parameter in model.named_parameters():
+        layer, _, factor = name.rpartition(".")
+        factor = factor.replace("_a", "_A").replace("_b", "_B")
+        assert_close(
+            np.asarray(parameter.grad).T,
+            trained.pop(f"base_model.model.{names[layer]}.{factor}.default.weight"),
+        )
+    assert not trained
+
+
+@pytest.mark.parametrize("targets", ["q,v", "all-linear", "*.mlp.0", "3.*.proj,2.mlp.2"])
+def test_they_read_an_adapter_of_ours(tmp_path, targets):
+    """And give the same logits, also merged; merged here it is the same model."""
+    base(tmp_path / "base")
+    model, names = ours(tmp_path / "base")
+    nn.adapt(model, rank=5, alpha=3, targets=targets).initialize(seed=1, dtype="float64")
+    for parameter in model.parameters():
+        parameter.data[...] += 0.1 * np.random.default_rng(1).standard_normal(parameter.shape)
+    folder, path = tmp_path / "adapter", str(tmp_path / "base")
+    save_adapter(folder, model.state(), 3, 0.0, names, path)
+    twin = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    expected = model(TOKENS).data
+    assert_close(expected, twin(torch.tensor(TOKENS)).logits)
+    assert_close(expected, twin.merge_and_unload()(torch.tensor(TOKENS)).logits)
+    merged = models.gpt(**vars(read_size(tmp_path / "base")))
+    merged.load_state(nn.merge(model))
+    assert np.abs(merged(TOKENS).data - expected).max() < 1e-12 * np.abs(expected).max()
+
+
+def test_a_fine_tuning_has_their_curve(tmp_path):
+    """200 steps of AdamW in float32: each loss within 1e-5 of the largest."""
+    twin = theirs(tmp_path / "base", ["c_attn", "c_proj", "c_fc"], torch.float32)
+    twin.save_pretrained(tmp_path / "adapter")
+    model, names = ours(tmp_path / "base", "float32")
+    adapted(model, tmp_path / "adapter", names)
+    optimizer = optim.AdamW(model.storage, lr=3e-3, weight_decay=0.01)
+    trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    their_optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.01)
+    draw, losses = np.random.default_rng(2), []
+    for _ in range(200):
+        batch = draw.integers(0, 61, (4, 12)) // 3
+        x, y = batch[:, :-1], batch[:, 1:]
+        model.zero_grad()
+        loss = ops.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        logits = twin(torch.tensor(x)).logits.flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(y).flatten())
+        their_optimizer.zero_grad()
+        expected.backward()
+        their_optimizer.step()
+        losses.append((loss.item(), expected.item()))
+    assert losses[-1][1] < losses[0][1] - 0.5
+    mine, other = np.array(losses).T
+    assert np.abs(mine - other).max() < 1e-5 * other.max()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("peft_type", "LOHA"),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["wte"]),
+        ("rank_pattern", {"h.0": 2}),
+        ("init_lora_weights", "pissa"),
+        ("of_tomorrow", 1),
+    ],
+)
+def test_what_ours_do_not_compute_is_refused(tmp_path, name, value):
+    theirs(tmp_path / "base", ["c_attn"]).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(DataError, match=name):
+        adapted(*ours(tmp_path / "base")[:1], tmp_path / "adapter", ours(tmp_path / "base")[1])
