@@ -1,7 +1,7 @@
 """`nnmpi export`: a run's weights as a file for other programs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,9 +16,14 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import WeightsConfig, launch_command
+from nnmpi.models.pretrained import CONFIG, save_pretrained
 from nnmpi.models.torch_weights import last_linear, write_torch
+from nnmpi.nn.lora import merge
+from nnmpi.train.build import build_model
+from nnmpi.train.config import NO_ADAPTERS
+from nnmpi.train.derived import heads_of
 from nnmpi.train.folder import RunFolder
-from nnmpi.train.run import load
+from nnmpi.train.run import Run, load
 
 PROGRAM = "nnmpi export"
 DESCRIPTION = """Export a run's weights for other programs: nnmpi export RUN [options].
@@ -27,7 +32,7 @@ Writes a state_dict as safetensors, with PyTorch's names and layouts, for
 safetensors.torch.load_file; or with --format onnx the model itself, for ONNX's runtimes. Numbers
 are predicted in the units of the data. To import a state_dict, give --weights FILE to nnmpi
 evaluate, predict or export. (A run of --model gpt also has a folder for
-Hugging Face's transformers, RUN/model.)"""
+Hugging Face's transformers, RUN/model, or with --lora one for PEFT, RUN/adapter.)"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class ExportConfig(WeightsConfig):
 
     format: Literal["safetensors", "onnx"] = "safetensors"
     """safetensors: the weights; onnx: the model, for batches of any size."""
+
+    merge: bool = False
+    """Of a run with --lora: add the adapters to the weights that they change, and write the full
+    model, as a folder for transformers and --pretrained (default: RUN/merged), or as ONNX.
+    """
 
     channels: Literal["last", "first"] = "last"
     """With onnx: where images have their channels; first is PyTorch's."""
@@ -67,13 +77,15 @@ def export(folder: Path, options: ExportConfig) -> str:
         CheckpointError: for a run without a checkpoint.
     """
     is_onnx, of_run = options.format == "onnx", RunFolder(folder)
+    if options.merge and not is_onnx:
+        return export_merged(folder, options.out or of_run.merged, options)
     file = options.out or (of_run.onnx if is_onnx else of_run.torch)
     if file.suffix not in ("", f".{options.format}"):
         raise UsageError(f"--out {file} must end in .{options.format}, the format of the file")
     if options.channels == "first" and not is_onnx:
         raise UsageError("--channels first is for --format onnx; PyTorch's weights are so anyway")
     check_known(file, f"{file}", options.replace)
-    run = load(folder, options.best, options.weights, options.trust)
+    run = load_full(folder, options)
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     sample = np.zeros((1, *run.signature.sample_shape), kind)
     of, units = run.signature, ""
@@ -94,6 +106,49 @@ def export(folder: Path, options: ExportConfig) -> str:
     with raised_as(UsageError, f"--out {file} cannot be written"):
         count = write_torch(file, run.model, sample, run.metadata())
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}{units}"
+
+
+def load_full(folder: Path, options: ExportConfig) -> Run:
+    """Return a run whose model is a full one: with adapters they must be merged, and are.
+
+    Raises:
+        UsageError: for adapters without --merge, and for --merge without adapters.
+    """
+    run = load(folder, options.best, options.weights, options.trust)
+    model = run.config.model
+    if (model.lora is not None) != options.merge:
+        raise UsageError(
+            f"{folder} has no adapters to merge; leave --merge out"
+            if options.merge
+            else f"{folder} has adapters to the weights of --pretrained, which PEFT reads in"
+            f" {run.folder.adapter}; give --merge for the full model"
+        )
+    if options.merge:
+        plain = replace(model, **NO_ADAPTERS, dropout=0.0)
+        full = build_model(plain, run.signature.sample_shape, run.signature.outputs)
+        full.load_state(merge(run.model))
+        run = replace(run, model=full, config=replace(run.config, model=plain))
+    return run
+
+
+def export_merged(folder: Path, out: Path, options: ExportConfig) -> str:
+    """Write a run's model with its adapters merged as transformers reads it; return a sentence.
+
+    Raises:
+        UsageError: see `load_full`; also for a folder that is there, or cannot be written.
+    """
+    if out.exists() and not (options.replace and (out / CONFIG).is_file()):
+        raise UsageError(
+            f"{out} is there; give another folder as --out, or --replace for one with a model"
+        )
+    run = load_full(folder, options)
+    tokenizer = run.tokenizer
+    with raised_as(UsageError, f"{out} cannot be written"):
+        end = None if tokenizer is None else tokenizer.end
+        save_pretrained(out, run.model.state(), heads_of(run.config.model), end=end)
+        if tokenizer is not None:
+            tokenizer.save(out)
+    return f"the model with its adapters merged is in {out}, for transformers and --pretrained"
 
 
 if __name__ == "__main__":

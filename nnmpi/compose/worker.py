@@ -510,8 +510,9 @@ class Worker(Trainer, read_once="scaling exchange strategy notice passes ledger"
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
         storage, shares = self.model.storage, self.strategy.holders
         parameters, gradients, buffers = storage.held_bytes()
+        base = sum(item.data.nbytes for _, item in self.model.named_base())
         return {
-            PARAMETERS: parameters // shares,
+            PARAMETERS: parameters // shares + base,
             GRADIENTS: gradients,
             STATE: self.optimizer.state_bytes // shares,
             COMMUNICATION: buffers + self.strategy.state_bytes,

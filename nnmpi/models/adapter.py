@@ -96,21 +96,17 @@ def read_adapter(folder: Path, names: Mapping[str, str]) -> Adapter:
     return Adapter(rank, alpha, dropout, tuple(layers), base)
 
 
-def load_adapter(model: Module, folder: Path, names: Mapping[str, str], base: str = "") -> None:
+def load_adapter(model: Module, folder: Path, names: Mapping[str, str]) -> None:
     """Load an adapter's weights into a model.
 
     Args:
         model: with adapters of the same layers, initialized; a rank of a layout passes its part.
         folder, names: see `read_adapter`.
-        base: the hash of the model's base; empty if it is unknown.
 
     Raises:
-        DataError: see `read_adapter`; also for one of another base or shape. Nothing is changed
-            then.
+        DataError: see `read_adapter`; also for other layers or shapes. Nothing is changed then.
     """
     known = read_adapter(folder, names)
-    if base and known.base and known.base != base:
-        raise DataError(f"{folder} was trained on another base; give the one it was trained on")
     values = dict[str, Array]()
     with open_arrays(folder / WEIGHTS, DataError) as stored:
         for name, parameter in model.named_parameters():

@@ -57,6 +57,13 @@ LAYERS = 10_000  # more would be built for minutes, until memory ends
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
+NO_ADAPTERS: Mapping[str, Any] = {
+    "lora": None,
+    "lora_alpha": None,
+    "lora_targets": "q,v",
+    "lora_dropout": 0.0,
+    "adapter": None,
+}
 NOT_OF_TOKENS = "target drop sample_shape decimal header augment loss class_weights"
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -229,13 +236,14 @@ class ModelConfig:
         check_numbers(self, "lora", 1)
         check_numbers(self, "lora_alpha", 0, above=True)
         check_numbers(self, "lora_dropout", 0, 1)
-        given = (self.lora_alpha, self.lora_targets, self.lora_dropout) != (None, "q,v", 0.0)
+        adapters = [name for name, usual in NO_ADAPTERS.items() if getattr(self, name) != usual]
+        settings = [flag_of(name) for name in adapters if name not in ("lora", "adapter")]
         require(
-            self.lora is not None or not given,
-            "--lora-alpha, --lora-targets and --lora-dropout need --lora, too",
+            self.lora is not None or not settings,
+            f"{', '.join(settings)}: give --lora RANK, too; an --adapter has its own",
         )
         require(
-            self.pretrained is not None or (self.lora is None and self.adapter is None),
+            self.pretrained is not None or not adapters,
             "--lora and --adapter add to a trained model; give --pretrained, too",
         )
         top, experts = self.experts_top, self.experts

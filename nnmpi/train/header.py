@@ -212,6 +212,9 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
 
 def _parameters(trainer: Trainer) -> str:
     local, where = trainer.model.storage.size, trainer.arrangement
+    base = sum(item.size for _, item in trainer.model.named_base())
+    if base:
+        return f"{local:,} parameters in adapters to {base:,} on rank 0"
     if where.elements == local:
         return f"{local:,} parameters"
     return f"{where.elements:,} parameters, {local:,} of them on rank 0"

@@ -8,6 +8,7 @@ have no folder.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from math import isfinite, nan
 from shlex import quote
@@ -21,6 +22,7 @@ from nnmpi.base.command import Console, broken
 from nnmpi.base.custom import Custom, load_custom
 from nnmpi.base.errors import (
     CheckpointError,
+    DataError,
     NnmpiError,
     ShapeError,
     UsageError,
@@ -36,7 +38,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.state import base_digest
 from nnmpi.data.dataset import Samples
-from nnmpi.models.adapter import save_adapter
+from nnmpi.models.adapter import read_adapter, save_adapter
 from nnmpi.models.pretrained import layer_names, read_size, save_pretrained
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
@@ -50,7 +52,7 @@ from nnmpi.train.checkpoint import (
     steps,
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
-from nnmpi.train.config import Config
+from nnmpi.train.config import Config, ModelConfig
 from nnmpi.train.derived import dropout_of, heads_of
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
@@ -224,6 +226,8 @@ def _first_state(
     """
     base, notices = base_digest(run.arrangement), list[str]()
     state = RunState(samples=len(run.inputs.train), data=run.inputs.identity, base=base)
+    if last is None and run.config.model.adapter is not None:
+        on_root(run.group, partial(_check_adapter, run.config.model, base))
     if resuming:
         state, notices = restore(run.trainer, last, run.folder, state)
         if run.group.is_root:
@@ -238,6 +242,21 @@ def _first_state(
     if state.step >= run.extent.stop:
         notices.append(_how_to_continue(run))
     return state, notices
+
+
+def _check_adapter(model: ModelConfig, base: str) -> None:
+    """Refuse an adapter that was trained on other weights; one of PEFT's does not say on which.
+
+    Raises:
+        DataError: with both folders.
+    """
+    assert model.adapter is not None and model.pretrained is not None
+    trained_on = read_adapter(model.adapter, layer_names(read_size(model.pretrained))).base
+    if trained_on and trained_on != base:
+        raise DataError(
+            f"--adapter {model.adapter} was trained on other weights than those of --pretrained"
+            f" {model.pretrained}; give the ones that it was trained on"
+        )
 
 
 def _interrupted(folder: RunFolder) -> list[str]:

@@ -793,7 +793,7 @@ class StateBytes:
 
     Attributes:
         parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones. The
-            weights of a rank's own experts are never offloaded.
+            weights of a rank's own experts, and of the base of adapters, are never offloaded.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: the bytes that one gather or sum moves: of each unit, and of the parameters that
             several units use.
@@ -847,6 +847,7 @@ def predict_bytes(
     *lengths, rest = [length(parameters) * itemsize for parameters in runs]
     full = sum(lengths) + rest if stage == 1 else length(order) * itemsize
     own = length([item for item in model.parameters() if item.rank_local]) * itemsize
+    base = sum(item.size for _, item in model.named_base()) * itemsize
     pieces = [
         length([item for item in parameters if item.room == room])
         for parameters in runs
@@ -856,7 +857,7 @@ def predict_bytes(
     scratch = max(lengths, default=0) + rest
     slots = 0 if is_node_shared else sum(max(lengths[i::2], default=0) for i in (0, 1)) + rest
     return StateBytes(
-        own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
+        base + own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
         own + (local if stage >= 2 else full),
         (own + (local if stage else full)) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
