@@ -8,7 +8,8 @@ Pictures of 32 x 32 x 3 bytes, in batches of 64, scaled and normalized, in three
 
     epoch    the batches of an epoch, from a warm cache: each way of nnmpi's, and what a user of
              PyTorch writes, with 2 workers
-    warm     training steps with rows that are read, over those with arrays in memory
+    warm     training steps with rows that are read, over those with arrays in memory, in CPU time
+             of this process with all its threads, which other programs change little
     cold     the same with files whose pages were dropped, where a step computes for 5 ms
 
 Contestants take turns; each turn of the first part is a process of its own. Shares are medians of
@@ -206,10 +207,10 @@ def steps(folder: Path, name: str, model: str) -> Callable[[int], float]:
     batches = (batch for number in range(10**6) for batch in loader.epoch(number))
 
     def block(count: int) -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(count):
             worker.step(next(batches))
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     return block
 

@@ -117,8 +117,8 @@ def as_float32(name: str, values: Array) -> Array:
     if values.dtype == np.float32:
         return values
     if is_lazy(values):
-        if values.ndim <= 2:
-            _check_told_apart(name, sampled(values))
+        if values.ndim <= 2 and not narrowed(some := sampled(values))[1]:
+            _check_told_apart(name, some)
         return change_rows(values, partial(_narrow, name))
     result = _narrow(name, values, range(len(values)))
     if result.ndim <= 2:  # numbers of a table, not pixels
@@ -128,8 +128,10 @@ def as_float32(name: str, values: Array) -> Array:
 
 def _check_told_apart(name: str, values: Array) -> None:
     """Refuse a table's numbers, (n,) or (n, columns), that float32 cannot tell apart."""
+    if not values.size:
+        return
     columns = values.reshape(len(values), -1)
-    for column in lost_columns(columns, columns.astype(np.float32))[:1] if columns.size else ():
+    for column in lost_columns(columns, columns.astype(np.float32))[:1]:
         where = f"[:, {column}]" if values.ndim == 2 else ""
         raise DataError(f"{name}{where}: {lost(columns[:, column])}")
 
@@ -527,7 +529,7 @@ class Dataset(Samples):
 
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
-        y = self.y.take(indices, axis=0)
+        y = self.y[indices]
         if self._reads_targets:
             self._check_targets(y, indices)
         return y

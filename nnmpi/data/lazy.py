@@ -205,13 +205,13 @@ class Computed(LazyRows):
     """Rows of a lazy array after a function, which is called when they are read.
 
     Args:
-        source: the array; one that is not empty.
+        source: the array.
         function: see `change_rows`.
     """
 
     def __init__(self, source: Any, function: RowsFunction) -> None:
         self.source, self._function = source, function
-        first = self.take(np.zeros(1, np.int64))
+        first = self.part(0, min(1, len(source)))
         self.shape, self.dtype = (len(source), *first.shape[1:]), first.dtype
 
     def take(self, indices: Integers, axis: int = 0) -> Array:

@@ -168,6 +168,12 @@ def test_float32_must_tell_a_table_s_values_apart():
     )
 
 
+def test_what_float32_cannot_hold_is_named_when_it_is_read():
+    x = np.repeat([1.0, 1e300], [1, 8])[:, None]
+    huge = Dataset("set", Listed(x), np.zeros(9, int), 1)
+    data_error(r"sample\[4, 0\]: 1e[+]300 is not a finite", huge.rows, np.array([4]))
+
+
 def test_what_gives_other_rows_or_none_is_refused(tmp_path):
     class Wrong(Listed):
         def __getitem__(self, rows):
@@ -257,6 +263,13 @@ def test_two_loaders_and_their_threads_read_one_file(tmp_path):
     for thread in threads:
         thread.join()
     assert seen == [expected] * 3
+
+
+def test_no_rows_are_an_empty_data_set():
+    empty = draw(3, dtype="float64")[:0]
+    for x in (empty, Listed(empty)):
+        dataset = Dataset("set", x, np.zeros(0, int), 2)
+        assert len(dataset) == 0 and dataset.x.shape == (0, 3) and dataset.x.dtype == np.float32
 
 
 def test_rows_of_rows():
