@@ -19,6 +19,7 @@ Output of a run:
     log            the console and the reports during a run
     metrics        metrics.jsonl; its docstring explains every key
     trace          a timeline of the first steps, for Perfetto
+    profile        the seconds of a step by layer
     folder         the files of a run's folder; writes survive a kill
     checkpoint     the state of a run, saved and restored over all ranks, atomically
     signature      shapes and meaning of a trained model's inputs and outputs

@@ -575,6 +575,10 @@ class RunConfig:
     """Write a trace of every rank's first 20 steps to trace.json.gz in the run's folder, for
     ui.perfetto.dev. On a CUDA device it shows when the host launched the work.
     """
+    profile: bool = False
+    """Measure some of the first steps, and print the seconds of a step by layer, forward and
+    backward, and of what is left.
+    """
     metric: MetricNames = ()
     """Further metrics of each evaluation: NAME,NAME. recall:CLASS, and the like: of one class, by
     its name or number. FILE.py:NAME: your own function (outputs, labels) that returns a value of

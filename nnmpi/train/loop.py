@@ -42,6 +42,7 @@ from nnmpi.train.config import FIT, PLATEAU, flatten
 from nnmpi.train.folder import code_of, resume_words
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.profile import Profiler
 from nnmpi.train.run import TrainingRun
 from nnmpi.train.trace import Tracer
 
@@ -214,6 +215,7 @@ class Loop:
         self._recorder, self.history, self._callbacks = recorder, history, callbacks
         self._signals = StopSignals()
         self._tracer = Tracer(run, reporter.say)
+        self._profiler = Profiler(run, reporter.say)
         self.saver: Saver | MemorySaver = (
             Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
             if run.has_folder
@@ -257,7 +259,7 @@ class Loop:
         """Train to the end of the next segment, and do what is due there. Collective."""
         trainer, run, state = self._trainer, self._run, self.state
         stop = self._stop_at()
-        with self._tracer.steps(stop - state.batch):
+        with self._tracer.steps(stop - state.batch), self._profiler.step():
             report = trainer.run(
                 run.inputs.train_loader,
                 state.epoch,
@@ -281,6 +283,7 @@ class Loop:
         """Evaluate the final weights on the test data, and save them. Collective."""
         run = self._run
         self._tracer.finish()
+        self._profiler.finish()
         if run.config.data.dataset != FIT or run.config.run.verbose:
             self.reporter.say([*self._trainer.summary(), *self._trainer.memory()])
         self.report = self._evaluate()
@@ -341,8 +344,7 @@ class Loop:
             if item is not None and item.steps
         ]
         steps += [every - state.step % every for every in due]
-        if self._tracer.left:
-            steps.append(self._tracer.left)
+        steps += [left for left in (self._tracer.left, self._profiler.left) if left]
         return state.batch + min(steps)
 
     def _note(self, progress: Progress) -> str:

@@ -1,0 +1,44 @@
+"""--profile: its rows add up to the step, and the training is what it is without."""
+
+import re
+
+import pytest
+
+from nnmpi.train.cli import main
+from tests.harness.commands import on_ranks
+
+WORDS = "--dataset digits --model mlp --epochs 1 --batch-size 64"
+FACTORS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def trained(capsys, words, ranks):
+    on_ranks(main, f"{WORDS} {words}", ranks)
+    return capsys.readouterr().out
+
+
+def rows_of(text):
+    """Return the seconds of each row, forward and backward in all, by its name."""
+    table = text[text.index("  layer ") :].partition("\nepoch")[0].splitlines()[1:]
+    found = [re.fullmatch(r"  (.+?)  .*?(-?[\d.]+) (s|ms|us) +-?[\d.]+ %", line) for line in table]
+    return {row[1].strip(): float(row[2]) * FACTORS[row[3]] for row in found}
+
+
+@pytest.mark.parametrize(
+    "words, ranks, layers",
+    [("", 1, 5), ("", 2, 5), ("--pp 2 --microbatches 2", 2, 2), ("--dp 2 --zero 3", 2, 5)],
+)
+def test_the_rows_add_up_to_the_step(words, ranks, layers, capsys):
+    text = trained(capsys, f"{words} --profile", ranks)
+    rows = rows_of(text)
+    step_s = rows.pop("step")
+    assert abs(sum(rows.values()) - step_s) < 0.03 * step_s
+    assert sum(name[0].isdigit() for name in rows) >= layers and rows["the rest"] >= 0
+    assert all(len(line) <= 80 for line in text.splitlines())
+    plain = trained(capsys, words, ranks)
+    for numbers in (r"epoch 1/1: (.*); \d+ samples", r"\ntest (.*)"):
+        assert re.findall(numbers, text) == re.findall(numbers, plain)
+
+
+def test_a_run_of_too_few_steps_says_so(capsys):
+    assert "no profile: the first 3 steps" in trained(capsys, "--profile --max-steps 3", 1)
+    assert "the mean of 1 step;" in trained(capsys, "--profile --max-steps 4", 1)
