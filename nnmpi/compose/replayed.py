@@ -32,7 +32,7 @@ from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, OldValueError, Recording, Watch
-from nnmpi.nn.hooks import hooked
+from nnmpi.nn.hooks import ForwardHook, hooked
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
 
@@ -117,7 +117,7 @@ class Replay(Compiled):
         mode, self._new = current(), None
         if mode.observe is not None or active() is not None:
             refusal = OBSERVED
-        elif (module := hooked(self._modules)) is not None:
+        elif ForwardHook.alive and (module := hooked(self._modules)) is not None:
             refusal = f"a forward hook of {module.path or type(module).__name__} is called"
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal

@@ -66,7 +66,7 @@ from nnmpi.base.errors import ShapeError, UsageError, is_own
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import is_users
 from nnmpi.base.settled import Settled
-from nnmpi.nn.hooks import hooked
+from nnmpi.nn.hooks import ForwardHook, hooked
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.tensor.function import Variable, grad_enabled, kind_of
@@ -218,7 +218,7 @@ class Compiled(Settled, read_once="pool"):
                     return _mapped(_copied, self._do(inputs, mode)[1])
                 watch = Watch(self._step, inputs, mode.memory)
                 return self._record(key, inputs, mode, watch, watch.xp)
-            is_hooked = hooked(held.recorder.owners.values()) is not None
+            is_hooked = ForwardHook.alive and hooked(held.recorder.owners.values()) is not None
             if is_hooked or held.known.is_paused():
                 return _mapped(_copied, self._do(inputs, mode)[1])
             if held.is_due():
@@ -357,7 +357,7 @@ class Compiled(Settled, read_once="pool"):
             return new.results()
         known.unused += 1
         self._refusal = recorder.spoiled if watch is None else watch.refusal(recorder)
-        if hooked(recorder.owners.values()) is not None:
+        if ForwardHook.alive and hooked(recorder.owners.values()) is not None:
             known.unused = 0  # a hook may be removed
         elif recorder.spoiled or known.unused >= MOST_UNUSED:
             known.refusal = self._refusal or "the step computes with other things in each call"

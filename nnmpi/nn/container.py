@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.activation import Dropout, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.hooks import hooked
+from nnmpi.nn.hooks import ForwardHook, hooked
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
@@ -63,7 +63,8 @@ def call_run(layers: Sequence[Module], x: Any) -> Any:
     """Return a run's result: of one operation, where that computes the same."""
     first, *others = layers
     # an observer and a hook need each layer's result
-    if others and current().observe is None and hooked(layers) is None:
+    is_hooked = ForwardHook.alive and hooked(layers) is not None
+    if others and current().observe is None and not is_hooked:
         last, forward = others[-1], type(first).forward
         if isinstance(first, Conv2d) and forward is Conv2d.forward:
             return conv_relu_pool(*first.operands(x), last.over.kernel)

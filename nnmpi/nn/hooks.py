@@ -60,7 +60,5 @@ def call_hooks(module: Any, inputs: tuple[Any, ...], result: Any) -> Any:
 
 
 def hooked(modules: Iterable[Any]) -> Any:
-    """Return the first module with a hook, or None."""
-    if not ForwardHook.alive:
-        return None
+    """Return the first module with a hook, or None; ask `ForwardHook.alive` before."""
     return next((item for item in modules if getattr(item, "_forward_hooks", ())), None)
