@@ -365,6 +365,9 @@ class GroupedAttention(CachedAttention):
     traits = Traits(
         onnx=WRITTEN,
         channels=Channels.LAST,
+        products=lambda f, y, q, k, v: (
+            q.shape[0] * q.shape[1] * k.shape[1] * (q.shape[2] + y.shape[2])
+        ),
         samples=(
             Sample(
                 "grouped_attention",

@@ -158,7 +158,10 @@ class WideLinear(LinearFunction):
     __slots__ = ()
 
     traits = Traits(
-        onnx=NotExported(), channels=Channels.LAST, tested_in="tests/nn/test_experts.py"
+        onnx=NotExported(),
+        channels=Channels.LAST,
+        products=lambda f, y, x, *_: y.size * x.shape[-1],
+        tested_in="tests/nn/test_experts.py",
     )
 
     computes = "float32"

@@ -5,6 +5,8 @@ import pytest
 
 from nnmpi import models, nn, ops
 from nnmpi.base.errors import UsageError
+from nnmpi.ops.linear import LinearFunction
+from nnmpi.ops.recurrent import RecurrentFunction
 from tests.harness.refusals import refuses
 from tests.tensor.samples import OPERATIONS
 
@@ -27,6 +29,12 @@ def by_path(model, x):
         (nn.GRU(6, 4), ROWS, (3, 5, 4), 3 * 5 * 12 * (6 + 4)),
         (nn.MultiheadAttention(6, 2), ROWS, (3, 5, 6), 3 * (5 * 6 * 24 + 2 * 5 * 5 * 6)),
         (nn.LayerNorm(6), ROWS, (3, 5, 6), 0),
+        (
+            nn.RotaryAttention(8, 4, 2),
+            np.zeros((3, 5, 8), "f4"),
+            (3, 5, 8),
+            3 * (5 * (8 * 8 + 8 * 8 + 8 * 8) + 2 * 5 * 5 * 8),
+        ),
     ],
 )
 def test_a_layer(layer, x, result, products):
@@ -73,6 +81,8 @@ def test_what_is_refused():
 def test_each_operation_that_multiplies_says_how_much():
     """Those of ranks' parts are not called in a summary's pass."""
     for kind in OPERATIONS.values():
-        is_product = kind.computes == "product" or kind.__name__ in ("MatMul", "Experts")
+        names = "MatMul", "Experts", "Attention", "PackedAttention", "GroupedAttention"
+        is_product = issubclass(kind, LinearFunction | RecurrentFunction) or kind.__name__ in names
+        is_product = is_product or kind.computes == "product"
         if is_product and not kind.__module__.startswith("nnmpi.parallel"):
             assert kind.traits.products is not None, kind
