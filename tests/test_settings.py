@@ -48,6 +48,7 @@ def made(*args, may="", **named):
 # tests below try that each of them is followed; of layers the parts may be written, too.
 OBJECTS = {
     nn.Linear: made(3, 2),
+    nn.LoRA: (lambda kind: kind(nn.Linear(3, 2), 2), "alpha"),
     nn.Conv2d: made(2, 4, 3, may="stride padding dilation groups"),
     nn.Conv1d: made(2, 4, 3, may="stride padding dilation groups"),
     nn.Conv3d: made(2, 4, 3, may="options"),

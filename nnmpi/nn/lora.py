@@ -45,6 +45,9 @@ class LoRA(Linear):
         alpha: the product is multiplied by alpha / rank; by default the rank.
         dropout: the probability of dropping an element of the adapter's input in training.
 
+    Raises:
+        UsageError: for another layer, such as one with an adapter, and for values out of range.
+
     Example:
         >>> layer = nn.LoRA(nn.Linear(6, 4), rank=2).initialize(seed=0)
         >>> {name: item.shape for name, item in layer.named_parameters()}
@@ -58,15 +61,20 @@ class LoRA(Linear):
     ) -> None:
         if type(layer) is not Linear:
             raise UsageError(f"LoRA adapts an nn.Linear, not a {type(layer).__name__}")
-        self.rank = check_int("LoRA's rank", rank)
+        rank = check_int("LoRA's rank", rank)
         self.alpha = float(rank) if alpha is None else number("LoRA's alpha", alpha)
         self.weight, self.bias = layer.weight, layer.bias
         for _, parameter in layer.named_weights():
             parameter.make_base()
         inputs, outputs = self.weight.shape
         self.dropout = Dropout(dropout)
-        self.lora_a = Parameter((inputs, self.rank), fan_in(inputs))
-        self.lora_b = Parameter((self.rank, outputs), Constant(0.0))
+        self.lora_a = Parameter((inputs, rank), fan_in(inputs))
+        self.lora_b = Parameter((rank, outputs), Constant(0.0))
+
+    @property
+    def rank(self) -> int:
+        """The number of A's columns and B's rows."""
+        return self.lora_a.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b and the adapter's addition."""

@@ -112,8 +112,13 @@ def llama(*_, tied=True):
 
 
 def adapted(*_, targets="all-linear", **more):
-    """Return that with adapters, which drop elements of their own."""
+    """Return a small GPT with adapters, which drop elements of their own."""
     return nn.adapt(gpt(**more), rank=3, alpha=10, targets=targets, dropout=0.3)
+
+
+def adapted_llama(*_):
+    """Return a small Llama with adapters."""
+    return nn.adapt(llama(tied=False), rank=3, targets="all-linear", dropout=0.3)
 
 
 def lstm(*_, tied=True):
@@ -454,6 +459,8 @@ SINGLE = [
     (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
     (ADAPTED, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
     (ADAPTED, Layout(sp=2, tp=2, sp_attention="ring")),
+    (replace(LLAMA, model=adapted_llama), Layout(sp=2, tp=2, sp_attention="ring")),
+    (replace(LLAMA, model=adapted_llama), Layout(dp=2, tp=3, zero=3, unit_bytes=1)),
     (ADAPTED, Layout(sp=2, pp=2, split=(4, 4), activation_memory="least")),
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
