@@ -206,7 +206,7 @@ def load_set(folder: Path) -> Pair:
     try:
         parts = [_load(values, folder) for values in read_json(folder / SET)]
         return parts[0], parts[1] if len(parts) > 1 else None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (DataError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise damaged(folder, error) from error
 
 

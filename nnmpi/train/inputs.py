@@ -477,7 +477,9 @@ def _prefixed(options: str) -> Iterator[None]:
         if isinstance(error, UsageError) and not text.startswith(options):
             # (the error of a user's function names the option already)
             text = f"{options}: {text}"
-        raise type(error)(text).with_traceback(error.__traceback__) from error.__cause__
+        named = type(error)(text).with_traceback(error.__traceback__)
+        named.exit_status = error.exit_status  # such as that of a full disk
+        raise named from error.__cause__
 
 
 def with_options(text: str) -> str:

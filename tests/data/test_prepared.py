@@ -286,7 +286,7 @@ def test_a_damaged_entry_says_what_to_remove(tmp_path, own_cache, all_large):
     known.unlink()
     array = next(own_cache.rglob("0.npy"))
     os.truncate(array, 700)
-    with pytest.raises(DataError, match="truncated"):
+    with pytest.raises(DataError, match=f"is damaged .*truncated.*remove {known.parent}"):
         load(path)
     cache.remove_folder(array.parents[1])
     load(path)

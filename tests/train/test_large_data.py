@@ -2,7 +2,9 @@
 set that changed under a run is named.
 """
 
+import errno
 import re
+from os import EX_CANTCREAT
 
 import numpy as np
 import pytest
@@ -104,3 +106,16 @@ def test_a_set_that_is_cut_in_the_middle_of_a_run_is_named(data, tmp_path, monke
     monkeypatch.setattr(FileArray, "take", cut_later)
     with pytest.raises(DataError, match=f"{re.escape(str(data))}.*was changed while it was in use"):
         trained(f"{words} --dataset {data / 'set.npz'}", tmp_path / "run", 1)
+
+
+def test_a_full_cache_has_a_status_of_its_own(data, monkeypatch, capfd):
+    """As other full disks have it, also where the command puts its option before the sentence."""
+    np.savez_compressed(data / "set.npz", **FORMS["bytes"][1])
+    monkeypatch.setattr(nnmpi.data.catalogue, "LARGE_BYTES", 0, raising=False)
+
+    def full(folder, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("nnmpi.data.prepared.write_json", full)
+    assert main(f"--dataset data/set.npz {FORMS['bytes'][0]} {SHORT}".split()) == EX_CANTCREAT
+    assert "NNMPI_DATA" in capfd.readouterr().err
