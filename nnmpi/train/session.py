@@ -142,7 +142,7 @@ def begin(
                 console.say(*foreseen.lines)
             shown = facts if has_header else []
             console.say(*(broken(f"{name + ':':<12} {text}", 13) for name, text in shown))
-            console.say(*map(broken, notices))
+            console.say(*notices)
             records = folder if group.is_root and run.has_folder else None
             with MetricsRecorder(records, callback) as recorder:
                 rows = () if last is None else last.values.get("history", ())

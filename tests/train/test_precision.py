@@ -47,7 +47,8 @@ def test_a_run_in_bf16(train, capsys):
     """
     words = "--epochs 6"
     full = train(f"{words} --precision bf16")
-    assert f"float32, precision bf16 ({describe_products()}); " in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"float32, precision bf16 ({describe_products()}); " in printed
     half = train(f"{words} --precision bf16 --stop-after 5")
     train(f"--resume {half}")
     single = train(words)
