@@ -11,6 +11,7 @@ import nnmpi
 from nnmpi.data import Dataset, Loader, Normalize, split
 from nnmpi.data.dataset import IGNORED, as_yes_or_no
 from nnmpi.data.lazy import Chosen, Chunked, Computed, as_rows, blocks, is_lazy, read_all
+from nnmpi.data.sampler import in_blocks
 from tests.harness.refusals import data_error
 
 ROWS = 101
@@ -131,6 +132,15 @@ def test_rows_that_are_read_are_those_in_memory(lazily, name):
         == split(lazy, 0.3)[0].identity
         != split(lazy, 0.3, 1)[0].identity
     )
+
+
+def test_blocks_are_of_rows_as_they_are_stored(tmp_path):
+    """Which a part of a split has in another order."""
+    train, _ = split(Dataset("set", mapped(draw(3), tmp_path), np.zeros(ROWS, int), 1), 0.2)
+    loader = Loader(train, 16, shuffle_block=3, seed=5)
+    expected = in_blocks(len(train), 3, 5, 1, train.x.places)
+    assert loader.order(1).tolist() == expected.tolist()
+    assert expected.tolist() != in_blocks(len(train), 3, 5, 1).tolist()
 
 
 def test_yes_or_no_of_rows_that_are_read(lazily):

@@ -337,6 +337,13 @@ def test_order_in_blocks_takes_the_samples_of_a_pool_together(n, rows, shuffled)
     assert in_use.max() <= POOL_BLOCKS
 
 
+def test_a_place_within_an_epoch_is_of_its_order():
+    loader = Loader(made_up(), 5, shuffle_block=2)
+    state = {**loader.state(), "batch": 2}
+    Loader(made_up(), 5, shuffle_block=2).load(state)
+    usage_error("with shuffle_block 2, but this one has None", Loader(made_up(), 5).load, state)
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_order_in_blocks_has_the_statistics_that_are_promised(alike):
     """The variance of a batch's mean: of a file of blocks that are alike, or of a random order."""
