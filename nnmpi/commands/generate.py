@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -16,14 +17,16 @@ from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
+from nnmpi.models.pretrained import read_ends
 from nnmpi.train.config import SEQUENCE_MODELS
 
 PROGRAM = "nnmpi generate"
 DESCRIPTION = """Generate text with a language model: nnmpi generate RUN --prompt TEXT.
 
-RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder
-of Hugging Face's transformers. Keys and values are cached, so each new token costs one forward pass
-of one token.
+RUN is the folder of a run of --model lstm, gpt or llama (its last checkpoint is used), or a folder
+of Hugging Face's transformers with a GPT-2, Llama, Mistral, Qwen or SmolLM. Keys and values are
+cached, so each new token costs one forward pass of one token. The text ends at the tokenizer's end,
+and at any token that such a folder names as an end.
 
 mpirun -n 4 nnmpi generate RUN --pp 2 --tp 2 takes four ranks."""
 
@@ -70,7 +73,7 @@ def main(words: Sequence[str], group: Group) -> None:
     begin = clock.now()
     run = opening.open(folder, group)
     model = run.config.model.model
-    known = " or ".join(SEQUENCE_MODELS)
+    known = f"{', '.join(SEQUENCE_MODELS[:-1])} or {SEQUENCE_MODELS[-1]}"
     require(
         model in SEQUENCE_MODELS,
         f"{folder} is a run of model {model}; only {known} can generate text",
@@ -78,7 +81,9 @@ def main(words: Sequence[str], group: Group) -> None:
     generator = TokenGenerator(run.arrangement, run.backend, run.config.numerics.precision)
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
-    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
+    prompt, ends = on_root(
+        group, partial(_tokens, options.prompt, tokenizer, run.classes, Path(folder))
+    )
     choose = partial(
         choose_token,
         draw=np.random.default_rng(options.seed),
@@ -91,7 +96,7 @@ def main(words: Sequence[str], group: Group) -> None:
     for token in islice(
         generator.write(prompt, context, lambda logits: group.share(choose(logits))), options.tokens
     ):
-        if token == end:
+        if token in ends:
             break
         written.append(token)
     seconds, text = clock.now() - ready, [*prompt, *written]
@@ -103,8 +108,11 @@ def main(words: Sequence[str], group: Group) -> None:
     )
 
 
-def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:
-    """Return a prompt's tokens, and the end token (-1 without a tokenizer)."""
+def _tokens(
+    prompt: str, tokenizer: Tokenizer | None, vocabulary: int, folder: Path
+) -> tuple[list[int], list[int]]:
+    """Return a prompt's tokens, and the tokens that end a text."""
+    named = read_ends(folder)
     if tokenizer is not None:
         require(
             tokenizer.vocabulary_size <= vocabulary,
@@ -112,7 +120,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
             " restore the run's own",
         )
         try:
-            return tokenizer.encode(prompt), tokenizer.end
+            return tokenizer.encode(prompt), [tokenizer.end, *named]
         except UsageError as error:
             raise UsageError(f"--prompt: {error}") from None
     try:
@@ -126,7 +134,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
             0 <= token < vocabulary,
             f"--prompt: token {token} is not in the model's vocabulary, 0..{vocabulary - 1}",
         )
-    return tokens, -1
+    return tokens, named
 
 
 if __name__ == "__main__":

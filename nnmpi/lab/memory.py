@@ -34,12 +34,12 @@ from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.train.build import build_model
-from nnmpi.train.config import Config, ModelConfig
+from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig
 from nnmpi.train.inputs import SampleConfig
 
 PROGRAM = "nnmpi memory"
 # By model, if not MNIST's: the shape of a sample, and the classes; a gpt's context and tokens.
-SAMPLES = {"resnet": ((32, 32, 3), 10), "gpt": ((128,), 256)}
+SAMPLES = {"resnet": ((32, 32, 3), 10), "gpt": ((128,), 256), "llama": ((128,), 256)}
 SIGNS = {
     "F": "forward",
     "K": "forward",
@@ -63,7 +63,7 @@ class MemoryPlanConfig:
 
     layers: int = 8
     """Number of equal layers."""
-    model: Literal["cnn", "gpt", "mlp", "resnet"] | None = None
+    model: Literal["cnn", "gpt", "llama", "mlp", "resnet"] | None = None
     """Measure this model's layers instead."""
     batch: int = 8
     """Batch size, for --model."""
@@ -162,7 +162,7 @@ def _equal(count: int) -> list[LayerCost]:
 def _measured(name: str, batch: int) -> LayerCosts:
     """Return the measured costs of a model's layers."""
     shape, classes = SAMPLES.get(name, ((28, 28, 1), 10))
-    config = ModelConfig(name, layers=8 if name == "gpt" else None)
+    config = ModelConfig(name, layers=8 if name in TRANSFORMERS else None)
     model = build_model(config, shape, classes).initialize(seed=0)
     x, y = SampleConfig(shape, classes).draw(batch, Config(config)).pair(np.arange(batch))
     forward = RecomputedModel(model, None)

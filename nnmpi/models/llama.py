@@ -46,6 +46,14 @@ class TokenEmbedding(Module):
         return self.tokens(tokens)
 
 
+def default_hidden(features: int) -> int:
+    """Return the width of a gated perceptron with as many weights as GPT-2's: 8/3 of the features.
+
+    It is rounded up to a multiple of 16, for the processor's vectors.
+    """
+    return -(-8 * features // 48) * 16
+
+
 def llama(
     vocabulary: int,
     context: int,
@@ -104,7 +112,7 @@ def llama(
         check_int("llama's context", context),
     )
     features, layers = check_int("llama's features", features), check_int("llama's layers", layers)
-    inside = -(-8 * features // 48) * 16 if hidden is None else check_int("llama's hidden", hidden)
+    inside = default_hidden(features) if hidden is None else check_int("llama's hidden", hidden)
     norm_eps = eps if qk_norm else None
 
     def block() -> LlamaBlock:

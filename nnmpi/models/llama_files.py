@@ -94,7 +94,7 @@ class LlamaSize:
     head_features: int
     theta: float = 10_000.0
     scaling: RotaryScaling | None = None
-    eps: float = 1e-6
+    eps: float = 1e-5
     tied: bool = False
     bias: bool = False
     proj_bias: bool = False

@@ -33,6 +33,7 @@ from nnmpi.nn.container import Sequential
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+GENERATION = "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
 PREFIX = "transformer."
 BLOCK = {
@@ -132,6 +133,8 @@ class StoredArrays:
             array = self.get_tensor(name)
             array = array.T if transposed else array
             return array if region is None else region.take(array)
+        if region.start == region.stop:  # which safetensors refuses at an array's end
+            return np.empty(region.local_shape, "float32")
         axes = [slice(None)] * len(region.shape)
         axes[region.axis] = slice(region.start, region.stop)
         array = read_array(*self.files[name], name, tuple(reversed(axes) if transposed else axes))
@@ -220,6 +223,25 @@ def model_named(folder: Path) -> str:
         DataError: when config.json cannot be read, or is of another type.
     """
     return "llama" if _read_config(folder)["model_type"] in TYPES else "gpt"
+
+
+def read_ends(folder: Path) -> list[int]:
+    """Return the tokens that end a text, as a folder of Hugging Face names them; none elsewhere.
+
+    Raises:
+        DataError: when a file cannot be read, or names something else.
+    """
+    ends = list[int]()
+    for file in (folder / GENERATION, folder / CONFIG):
+        if not file.is_file() or not is_pretrained(folder):
+            continue
+        with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
+            named = read_json(file).get("eos_token_id")
+        named = named if isinstance(named, list) else [named]
+        if any(item is not None and type(item) is not int for item in named):
+            raise DataError(f"{file}: eos_token_id is {shortened(repr(named))}; give numbers")
+        ends += [item for item in named if item is not None]
+    return ends
 
 
 def from_pretrained(folder: str | Path, dtype: str = "float32") -> Sequential:

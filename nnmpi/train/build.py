@@ -34,7 +34,7 @@ from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import layer_names, load_pretrained, read_size
+from nnmpi.models.pretrained import layer_names, load_pretrained, model_named, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.lora import adapt
 from nnmpi.nn.module import Module
@@ -53,7 +53,7 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
 )
-from nnmpi.train.derived import dropout_of
+from nnmpi.train.derived import dropout_of, llama_size_of
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
@@ -115,15 +115,22 @@ def _build_sequence_model(
     if config.model == "lstm":
         return lstm(tokens, features, layers, dropout_of(config))
     if config.pretrained is None:
+        if config.model == "llama":
+            return llama_size_of(config, tokens, sample_shape[0]).build()
         mixture = config.experts or 0, config.experts_top, config.experts_capacity
         return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config), *mixture)
     size = read_size(config.pretrained)
-    for name in ("layers", "features", "heads"):
-        option, has = getattr(config, name), getattr(size, name)
+    kind = model_named(config.pretrained)
+    if kind != config.model:
+        raise UsageError(
+            f"--pretrained {config.pretrained} is a {kind}, not a {config.model}; leave --model out"
+        )
+    for name in ("layers", "features", "heads", "kv_heads"):
+        option, has = getattr(config, name), getattr(size, name, None)
         if option not in (None, has):
             raise UsageError(
-                f"--{name} {option} differs from the {has} of --pretrained {config.pretrained};"
-                " leave it out"
+                f"{flag_of(name)} {option} differs from the {has} of --pretrained"
+                f" {config.pretrained}; leave it out"
             )
     if size.vocabulary < tokens or size.context < sample_shape[0]:
         raise UsageError(
@@ -131,7 +138,7 @@ def _build_sequence_model(
             f" {size.context}, but the data have {tokens} and {sample_shape[0]}; use its own"
             f" tokenizer, and a --context of at most {size.context}"
         )
-    model = gpt(**vars(size), dropout=dropout_of(config))
+    model = size.build(dropout_of(config))
     if config.lora is not None:
         adapt(model, config.lora, config.lora_alpha, config.lora_targets, config.lora_dropout)
     return model

@@ -32,7 +32,7 @@ from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
 from nnmpi.data.readers import split_names
 from nnmpi.models.adapter import read_adapter
-from nnmpi.models.pretrained import layer_names, read_size
+from nnmpi.models.pretrained import layer_names, model_named, read_size
 from nnmpi.train.config import (
     Config,
     all_options,
@@ -65,8 +65,8 @@ resume verbose
 RANKS = ("--ranks", "-n")
 # Options that cannot change on resume: weights, data and sample order depend on them.
 FIXED = """
-model hidden activation dropout layers features heads experts experts_top experts_capacity context
-lora lora_alpha lora_targets lora_dropout
+model hidden activation dropout layers features heads kv_heads theta tied experts experts_top
+experts_capacity context lora lora_alpha lora_targets lora_dropout
 dataset target tokenizer text_columns text_samples test_fraction normalize partition
 shuffle_block batch_size optimizer loss class_weights dtype seed sum compress best_by
 """
@@ -163,7 +163,10 @@ def parse(words: Sequence[str]) -> Config:
     # a new --sync drops the options that belong to the run's old one
     outdated = NEEDS.keys() if "sync" in given else ()
     saved = {name: value for name, value in resumed.items() if name not in outdated}
-    config = assemble(saved | given)
+    values = saved | given
+    if values.get("pretrained") and "model" not in values:
+        values["model"] = model_named(find_model(Path(values["pretrained"])))
+    config = assemble(values)
     refuse_changes(config, resumed)
     return config
 

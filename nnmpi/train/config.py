@@ -48,7 +48,7 @@ from nnmpi.optim.updates import OptimizerName, count_state, is_elementwise, taki
 
 T = TypeVar("T")
 
-MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
+MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt", "llama")
 FIT = "nnmpi.fit"  # the data set of a run whose model and data a program has given
 MetricNames: TypeAlias = tuple[Annotated[str, (*METRICS, "FILE.py:NAME")], ...]
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
@@ -56,7 +56,8 @@ LONG = 1e9
 LAYERS = 10_000  # more would be built for minutes, until memory ends
 
 
-SEQUENCE_MODELS = ("lstm", "gpt")
+SEQUENCE_MODELS = ("lstm", "gpt", "llama")
+TRANSFORMERS = ("gpt", "llama")  # whose ranks may share positions; Hugging Face has them
 NO_ADAPTERS: Mapping[str, Any] = {
     "lora": None,
     "lora_alpha": None,
@@ -68,15 +69,14 @@ NOT_OF_TOKENS = "target drop sample_shape decimal header augment loss class_weig
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
-        "hidden": ("mlp", "cnn"),
+        "hidden": ("mlp", "cnn", "llama"),
         "activation": ("mlp",),
         "dropout": ("mlp", "cnn", "lstm", "gpt"),
         "context": (*SEQUENCE_MODELS, "FILE.py:NAME"),
         **dict.fromkeys(("layers", "features"), SEQUENCE_MODELS),
-        **dict.fromkeys(
-            ("heads", "experts", "experts_top", "experts_capacity", "pretrained", "lora"),
-            ("gpt",),
-        ),
+        **dict.fromkeys(("heads", "pretrained", "lora"), TRANSFORMERS),
+        **dict.fromkeys(("experts", "experts_top", "experts_capacity"), ("gpt",)),
+        **dict.fromkeys(("kv_heads", "theta", "tied"), ("llama",)),
     },
     "optimizer": {"momentum": taking("momentum")},
     "loss": dict.fromkeys(("label_smoothing", "class_weights"), (CROSS_ENTROPY,)),
@@ -167,11 +167,13 @@ class ModelConfig:
 
     model: str = "cnn"
     """mlp: dense layers. cnn: two convolutions and three dense layers. resnet: a small residual
-    network. lstm, gpt: language models. FILE.py:NAME or package.module:NAME: your own function of
-    (sample_shape, classes).
+    network. lstm, gpt, llama: language models. FILE.py:NAME or package.module:NAME: your own
+    function of (sample_shape, classes). With --pretrained its config.json says which.
     """
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the hidden dense layers of mlp and cnn, in order; no number: a linear mlp."""
+    """Widths of the hidden dense layers of mlp and cnn, in order; no number: a linear mlp. Of
+    llama the one inside of each perceptron (default: 8/3 of --features, a multiple of 16).
+    """
     activation: ActivationName = "relu"
     """Activation of mlp's hidden layers."""
     dropout: float | None = None
@@ -180,13 +182,21 @@ class ModelConfig:
     as saved there).
     """
     layers: int | None = None
-    """Layers of lstm, blocks of gpt (default: 2; with --pretrained, as saved there)."""
+    """Layers of lstm, blocks of gpt and llama (default: 2; with --pretrained, as saved there)."""
     features: int | None = None
-    """Width of lstm and gpt (default: 128; with --pretrained, as saved there)."""
+    """Width of lstm, gpt and llama (default: 128; with --pretrained, as saved there)."""
     heads: int | None = None
-    """Attention heads of gpt, a divisor of --features (default: 4; with --pretrained, as saved
-    there).
+    """Attention heads of gpt and llama, a divisor of --features (default: 4; with --pretrained, as
+    saved there).
     """
+    kv_heads: int | None = None
+    """Heads of keys and values of llama, a divisor of --heads (default: as many; with --pretrained,
+    as saved there).
+    """
+    theta: float = 10_000.0
+    """Base of llama's rotary positions; the longer the context, the larger."""
+    tied: bool = False
+    """Have llama's output layer be its table of tokens."""
     experts: int | None = None
     """Experts per gpt block, in place of its MLP: a gate sends each token to --experts-top of them
     (default: no experts).
@@ -198,12 +208,12 @@ class ModelConfig:
     1.25 (default: unlimited).
     """
     context: int | None = None
-    """Tokens per training sample of lstm and gpt, and the longest context of gpt (default: 64; with
-    --pretrained, as saved there).
+    """Tokens per training sample of lstm, gpt and llama, and the longest context of the last two
+    (default: 64; with --pretrained, as saved there).
     """
     pretrained: Path | None = None
-    """A GPT-2 to start from: a finished run of --model gpt, or a Hugging Face folder with
-    config.json, model.safetensors and its tokenizer.
+    """A GPT-2, Llama, Mistral, Qwen 2 or 3, or SmolLM to start from: a finished run of --model gpt
+    or llama, or a Hugging Face folder with config.json, model.safetensors and its tokenizer.
     """
     lora: int | None = None
     """Train additions of this rank to linear layers of --pretrained, adapters (LoRA), and leave its
@@ -231,7 +241,8 @@ class ModelConfig:
         check_numbers(self, "dropout", 0, 1)
         check_idle(self, "model", ONLY_WITH["model"])
         check_numbers(self, "layers", 1, LAYERS)
-        check_numbers(self, "features heads context experts experts_top", 1)
+        check_numbers(self, "features heads kv_heads context experts experts_top", 1)
+        check_numbers(self, "theta", 0, LONG, above=True)
         check_numbers(self, "experts_capacity", 0, above=True)
         check_numbers(self, "lora", 1)
         check_numbers(self, "lora_alpha", 0, above=True)
@@ -255,11 +266,37 @@ class ModelConfig:
         require(
             not (experts and self.pretrained), "--pretrained has no experts; leave --experts out"
         )
-        if self.model == "gpt" and self.pretrained is None:
+        if self.model in TRANSFORMERS and self.pretrained is None:
             _, features, heads = self.sizes
             require(
                 features % heads == 0,
                 f"--features {features} is not a multiple of --heads {heads}; choose others",
+            )
+        if self.model == "llama":
+            self._check_llama()
+
+    def _check_llama(self) -> None:
+        """Refuse sizes that a Llama cannot have, and those that a pretrained one has already."""
+        given = non_defaults(self)
+        for name in ("hidden", "theta", "tied"):
+            require(
+                self.pretrained is None or name not in given,
+                f"{flag_of(name)} is in the files of --pretrained; leave it out",
+            )
+        require(
+            "hidden" not in given or len(self.hidden) == 1,
+            f"--hidden has {len(self.hidden)} widths; the perceptrons of --model llama have one",
+        )
+        if self.pretrained is None:
+            _, features, heads = self.sizes
+            require(
+                heads % (self.kv_heads or heads) == 0,
+                f"--kv-heads {self.kv_heads} is no divisor of --heads {heads}; choose others",
+            )
+            require(
+                features // heads % 2 == 0,
+                f"--features {features} / --heads {heads} is odd, but rotary positions turn pairs"
+                " of a head's features; choose others",
             )
 
     @property
@@ -273,9 +310,9 @@ def check_positions(config: ModelConfig, sp: int) -> None:
     model = config.model
     why = "needs them one after another" if model in SEQUENCE_MODELS else "has none"
     require(
-        sp == 1 or model not in MODELS or model == "gpt",
+        sp == 1 or model not in MODELS or model in TRANSFORMERS,
         f"--sp {sp} shards the positions of sequences, but --model {model} {why}; leave --sp out,"
-        " or use --model gpt",
+        " or use --model gpt or llama",
     )
 
 

@@ -21,9 +21,11 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import find_mesh
 from nnmpi.compose.layout import Layout
 from nnmpi.data.text import DEFAULT_CONTEXT
+from nnmpi.models.llama import default_hidden
+from nnmpi.models.llama_files import LlamaSize
 from nnmpi.models.pretrained import read_dropout, read_size
 from nnmpi.nn.sharding import RING, ULYSSES
-from nnmpi.train.config import Config, ModelConfig, having
+from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig, having
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
@@ -65,14 +67,14 @@ def build_layout(config: Config) -> Layout:
 
 
 def attention_of(model: ModelConfig, layout: Layout) -> Literal["ring", "ulysses"]:
-    """Return how sequences attend: ring, if they have more ranks than a gpt heads, or Ulysses.
+    """Return how sequences attend: ring, if they have more ranks than heads of keys, or Ulysses.
 
     A program that gives its model chooses by itself.
     """
     if not isinstance(model.model, str):
         return layout.sp_attention
-    ranks = layout.sp * layout.shape[2]
-    return RING if layout.sp > 1 and model.model == "gpt" and heads_of(model) < ranks else ULYSSES
+    ranks, knows = layout.sp * layout.shape[2], model.model in TRANSFORMERS
+    return RING if layout.sp > 1 and knows and kv_heads_of(model) < ranks else ULYSSES
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
@@ -108,6 +110,51 @@ def dropout_of(config: ModelConfig) -> float:
     if config.dropout is None:
         return 0.0 if config.pretrained is None else read_dropout(config.pretrained)
     return config.dropout
+
+
+def llama_size_of(config: ModelConfig, vocabulary: int, context: int) -> LlamaSize:
+    """Return the size of a llama: the options', or the pretrained model's.
+
+    Args:
+        vocabulary, context: of a new one.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+        UsageError: for one that is no llama.
+    """
+    if config.pretrained is not None:
+        size = read_size(config.pretrained)
+        require(
+            isinstance(size, LlamaSize),
+            f"--pretrained {config.pretrained} is a gpt, not a llama; leave --model out",
+        )
+        assert isinstance(size, LlamaSize)
+        return size
+    layers, features, heads = config.sizes
+    return LlamaSize(
+        vocabulary,
+        context,
+        features,
+        layers,
+        heads,
+        config.kv_heads or heads,
+        config.hidden[0] if "hidden" in non_defaults(config) else default_hidden(features),
+        features // heads,
+        config.theta,
+        tied=config.tied,
+    )
+
+
+def kv_heads_of(config: ModelConfig) -> int:
+    """Return the heads of keys and values of a transformer, which ranks can share.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+    """
+    if config.pretrained is None:
+        return config.kv_heads or config.sizes[2]
+    size = read_size(config.pretrained)
+    return size.kv_heads if isinstance(size, LlamaSize) else size.heads
 
 
 def heads_of(config: ModelConfig) -> int:

@@ -16,7 +16,7 @@ runs/digits-cnn-20260101-120000/
   report.html         of `nnmpi report`
   torch.safetensors   of `nnmpi export`
   model.onnx          of `nnmpi export --format onnx`
-  model/              with --model gpt, at the end: in the format of Hugging Face's transformers
+  model/              with --model gpt or llama, at the end: as Hugging Face's transformers reads it
   tokenizer/          with a text: for `nnmpi.data.load_tokenizer`
 """
 
@@ -489,13 +489,13 @@ def find_model(pretrained: Path) -> Path:
         )
     if run.metrics.is_file():
         raise UsageError(
-            f"--pretrained {pretrained} is a run without a model, which --model gpt writes at its"
-            f" end; finish it with --resume {pretrained}, or give another"
+            f"--pretrained {pretrained} is a run without a model, which --model gpt or llama writes"
+            f" at its end; finish it with --resume {pretrained}, or give another"
         )
     if not (pretrained / CONFIG).is_file():
         raise UsageError(
-            f"--pretrained {pretrained} has no {CONFIG}; give a finished run of --model gpt, or a"
-            " folder that Hugging Face's transformers wrote"
+            f"--pretrained {pretrained} has no {CONFIG}; give a finished run of --model gpt or"
+            " llama, or a folder that Hugging Face's transformers wrote"
         )
     return pretrained
 

@@ -40,7 +40,7 @@ from nnmpi.data.dataset import Samples, read_array
 from nnmpi.data.readers import read_table
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.metrics.metric import TOKENS as LANGUAGE
-from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
+from nnmpi.models.pretrained import is_pretrained, load_pretrained, model_named, read_size
 from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
 from nnmpi.nn.module import Module
 from nnmpi.optim.schedule import RateSchedule
@@ -514,7 +514,7 @@ def _read_config(folder: Path, trust: bool) -> Config:
         UsageError: for another kind of folder, and for code without `trust`.
     """
     if is_pretrained(folder):
-        return Config(ModelConfig("gpt", pretrained=folder))
+        return Config(ModelConfig(model_named(folder), pretrained=folder))
     options, final = read_run(folder, str(folder)), RunFolder(folder).model
     options.pop("callback", None)  # which training alone calls
     refuse_of_program(folder, options)

@@ -39,7 +39,7 @@ from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.state import base_digest
 from nnmpi.data.dataset import Samples
 from nnmpi.models.adapter import read_adapter, save_adapter
-from nnmpi.models.pretrained import layer_names, read_size, save_pretrained
+from nnmpi.models.pretrained import layer_names, read_size, save_llama, save_pretrained
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
@@ -52,8 +52,8 @@ from nnmpi.train.checkpoint import (
     steps,
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
-from nnmpi.train.config import Config, ModelConfig
-from nnmpi.train.derived import dropout_of, heads_of
+from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig
+from nnmpi.train.derived import dropout_of, heads_of, llama_size_of
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Reporter, describe_result
@@ -373,16 +373,17 @@ def _noting_errors(run: TrainingRun) -> Iterator[None]:
 
 
 def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
-    """Write a GPT's weights and finished.json, and print the summary. Collective.
+    """Write a transformer's weights and finished.json, and print the summary. Collective.
 
     finished.json proves that all ranks have reached the end, or the limit of --stop-after: its
     "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's
     status proves nothing: MPICH's mpirun reports success if a rank exits early with status 0.
     """
     folder, group, model = run.folder, run.group, run.config.model
-    is_gpt = model.model == "gpt" and model.experts is None  # GPT-2's files have no experts
+    # Hugging Face's files of GPT-2 have no experts
+    is_known = model.model in TRANSFORMERS and model.experts is None
     with run.trainer.averaged():
-        weights = run.trainer.state()[0].to_dict() if is_gpt else {}
+        weights = run.trainer.state()[0].to_dict() if is_known else {}
     last_steps = group.gather(loop.state.step)
 
     def write() -> None:
@@ -392,8 +393,8 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
         with raised_as(
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
-            if is_gpt:
-                _save_gpt(run, weights, loop.state.base)
+            if is_known:
+                _save_transformer(run, weights, loop.state.base)
             write_json(folder.finished, _proof(run, loop, len(last_steps)))
 
     if run.has_folder:
@@ -402,8 +403,8 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     console.say(*map(broken, _last_lines(run, loop)))
 
 
-def _save_gpt(run: TrainingRun, weights: Mapping[str, Array], base: str) -> None:
-    """Write a GPT's weights and tokenizer in the format of Hugging Face's transformers, or of PEFT.
+def _save_transformer(run: TrainingRun, weights: Mapping[str, Array], base: str) -> None:
+    """Write a transformer's weights and tokenizer for Hugging Face's transformers, or for PEFT.
 
     Args:
         weights: all, or those of adapters.
@@ -411,13 +412,17 @@ def _save_gpt(run: TrainingRun, weights: Mapping[str, Array], base: str) -> None
     """
     folder, options, tokenizer = run.folder.model, run.config.model, run.tokenizer
     end = None if tokenizer is None else tokenizer.end
-    if options.lora is None:
-        save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
-    else:
+    if options.lora is not None:
         folder, path = run.folder.adapter, options.pretrained
         assert path is not None
         settings = options.lora_alpha, options.lora_dropout, layer_names(read_size(path))
         save_adapter(folder, weights, *settings, str(path), base)
+    elif options.model == "llama":
+        vocabulary = len(weights["0.tokens.weight"])
+        size = llama_size_of(options, vocabulary, run.inputs.train.sample_shape[0])
+        save_llama(folder, weights, size, end)
+    else:
+        save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -33,7 +33,7 @@ def run(folder, model, *more):
     """Return the folder of a short run."""
     out = folder / f"run-{model}-{len(more)}"
     words = (
-        f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out"
+        f"--model {model} --dataset {text(folder)} --epochs 1 --features 16 --dtype float64 --out"
         f" {out}".split()
     )
     on_ranks(train, [*words, *more])
@@ -48,7 +48,7 @@ def written(words, ranks, capfd, *prompt):
     return capfd.readouterr().out.splitlines()[0]
 
 
-@pytest.mark.parametrize("model", ["gpt", once_more("lstm", reason=MORE_LAYOUTS)])
+@pytest.mark.parametrize("model", ["gpt", "llama", once_more("lstm", reason=MORE_LAYOUTS)])
 def test_every_layout_writes_the_same(tmp_path, capfd, model):
     """Past the context, too."""
     folder = run(tmp_path, model)
@@ -71,7 +71,7 @@ def test_every_layout_writes_the_same(tmp_path, capfd, model):
 def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path, capfd):
     """What one run wrote is where another begins; then the first is gone."""
     folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
-    assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
+    assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 16, 2, 4)
     assert written(f"{folder / 'model'} --tokens 9", 2, capfd, "3 4") == written(
         f"{folder} --tokens 9", 1, capfd, "3 4"
     )
@@ -100,6 +100,29 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path, capfd):
     )
     shutil.rmtree(folder)
     assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
+
+
+def test_a_folder_says_which_model_it_has_and_where_a_text_ends(tmp_path, capfd):
+    """A Llama is trained on, under another layout, without --model; a run of it begins there."""
+    folder, out = run(tmp_path, "llama", "--kv-heads", "2", "--tied"), tmp_path / "next"
+    size = read_size(folder / "model")
+    assert (size.heads, size.kv_heads, size.hidden, size.tied) == (4, 2, 48, True)
+    text_of = f"{folder / 'model'} --tokens 9 --temperature 0"
+    whole = written(text_of, 2, capfd, "3 4").split()
+    words = f"--pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64"
+    on_ranks(train, f"{words} --tp 2 --max-steps 1 --out {out}", 2)
+    on_ranks(train, f"--resume {out} --max-steps 2 --tp 1 --sp 2", 2)
+    assert read_size(out / "model") == size
+    usage_error(
+        "is a llama, not a gpt; leave --model out",
+        lambda: on_ranks(train, f"{words} --model gpt --out {tmp_path / 'other'}"),
+    )
+    usage_error(
+        "--kv-heads 4 differs from the 2 of --pretrained",
+        lambda: on_ranks(train, f"{words} --kv-heads 4 --out {tmp_path / 'other'}"),
+    )
+    (folder / "model" / "generation_config.json").write_text(f'{{"eos_token_id": [{whole[4]}]}}')
+    assert written(text_of, 1, capfd, "3 4").split() == whole[: whole.index(whole[4], 2)]
 
 
 def test_what_cannot_be_written(tmp_path, capfd, monkeypatch):
@@ -144,7 +167,7 @@ def test_what_cannot_be_written(tmp_path, capfd, monkeypatch):
     words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
     on_ranks(train, words)
     usage_error(
-        "is a run of model mlp; only lstm or gpt can generate",
+        "is a run of model mlp; only lstm, gpt or llama can generate",
         written,
         f"{tmp_path / 'classes'} --prompt 1",
         1,

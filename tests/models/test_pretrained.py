@@ -191,7 +191,7 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder):
     for other in (tokens + 1e-6, tokens.astype(np.int64), tokens[:-1]):
         save_file(arrays | {"lm_head.weight": other}, file)
         data_error(
-            r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output",
+            r"lm_head\.weight is not transformer\.wte\.weight; only a model whose output",
             load_pretrained,
             model,
             folder,
@@ -201,7 +201,7 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder):
     end = 8 + int.from_bytes(content[:8], "little")
     header = content[8:end].replace(b'"F16"', b'"BF16"')
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-    data_error("only a GPT-2 whose output", load_pretrained, model, folder)
+    data_error("only a model whose output", load_pretrained, model, folder)
     np.testing.assert_equal(model.state(), small(seed=2).state())
     save_file(arrays | {"lm_head.weight": tokens}, file)
     load_pretrained(model, folder)

@@ -111,7 +111,7 @@ def test_a_set_that_is_cut_in_the_middle_of_a_run_is_named(data, tmp_path, monke
 def test_a_full_cache_has_a_status_of_its_own(data, monkeypatch, capfd):
     """As other full disks have it, also where the command puts its option before the sentence."""
     np.savez_compressed(data / "set.npz", **FORMS["bytes"][1])
-    monkeypatch.setattr(nnmpi.data.catalogue, "LARGE_BYTES", 0, raising=False)
+    set_small(monkeypatch, 0)
 
     def full(folder, **named):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -171,7 +171,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path):
         (
             "--model resnt",
             (
-                "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as"
+                "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, llama, or give your own as"
                 " FILE.py:NAME"
             ),
         ),

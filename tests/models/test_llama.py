@@ -1,0 +1,129 @@
+"""Llama: its sizes and first weights, and its files without Hugging Face's library: what is written
+is read again by every layout, and what does not fit is said.
+"""
+
+import json
+from math import prod
+
+import numpy as np
+import pytest
+
+from nnmpi import Layout, arrange, models, nn, simulate
+from nnmpi.base.errors import ShapeError
+from nnmpi.models.llama_files import LlamaSize
+from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_llama
+from nnmpi.models.torch_weights import open_arrays
+from tests.harness.refusals import data_error, refuses, usage_error
+
+SIZE = LlamaSize(23, 9, 12, 2, 6, 3, 20, 4, 50.0)
+SIZES = {
+    "plain": SIZE,
+    "tied and biased": LlamaSize(**{**vars(SIZE), "tied": True, "bias": True}),
+    "all biased": LlamaSize(
+        **{**vars(SIZE), "bias": True, "proj_bias": True, "mlp_bias": True, "eps": 1e-6}
+    ),
+    "normed": LlamaSize(**{**vars(SIZE), "qk_norm": True}),
+    "linear": LlamaSize(**{**vars(SIZE), "scaling": nn.RotaryScaling(2.0)}),
+    "llama 3": LlamaSize(**{**vars(SIZE), "scaling": nn.RotaryScaling(8.0, 16)}),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a small model's files."""
+    save_llama(tmp_path / "model", SIZE.build().initialize(1).state(), SIZE, end=22)
+    return tmp_path / "model"
+
+
+def change(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_sizes_are_those_of_smollm2():
+    """134,515,008 parameters; weights of 0.02, less in the last layers of branches."""
+    model = models.llama(49152, 8192, kv_heads=3, hidden=1536, tied=True)
+    assert sum(parameter.size for parameter in model.parameters()) == 134_515_008
+    state = models.llama(50, 40, 48, 2, 4).initialize(0, "float64").state()
+    assert state["1.mlp.gate.weight"].shape == (48, 128)
+    assert np.isclose(state["1.mlp.up.weight"].std(), 0.02, rtol=0.05)
+    assert np.isclose(state["1.mlp.down.weight"].std(), 0.01, rtol=0.05)
+
+
+def test_what_it_cannot_take():
+    model = SIZE.build().initialize(0)
+    refuses(ShapeError, "a context of 9 needs tokens", model, np.zeros((2, 10), np.int64))
+    usage_error("give a multiple of the heads", models.llama, 5, 5, 10, 1, 3)
+    usage_error("llama has no dropout", SIZE.build, 0.1)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_written_is_read(name, tmp_path):
+    """The sizes, and the weights, of which files have the linear ones transposed."""
+    size = SIZES[name]
+    state = size.build().initialize(1, "float64").state()
+    save_llama(tmp_path / "model", state, size)
+    assert read_size(tmp_path / "model") == size
+    result = models.from_pretrained(tmp_path / "model", "float64").state()
+    assert list(result) == list(state)
+    assert all(np.array_equal(result[key], state[key]) for key in state)
+    with open_arrays(tmp_path / "model" / "model.safetensors", OSError) as stored:
+        up = stored.get_tensor("model.layers.1.mlp.up_proj.weight")
+    assert np.array_equal(up, state["2.mlp.up.weight"].T)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=3, pp=2, split=(3, 4)), Layout(tp=4)])
+def test_each_rank_reads_its_part(folder, layout):
+    """Slices of the files, along either axis; of 4 ranks one has no head."""
+    full = models.from_pretrained(folder).state()
+
+    def main(group):
+        where = arrange(SIZE.build(), group, layout, np.zeros((1, 4), np.int64))
+        where.model.initialize(0)
+        load_pretrained(where.model, folder)
+        for name, parameter in where.model.named_parameters():
+            expected = full[name] if parameter.region is None else parameter.region.take(full[name])
+            assert np.array_equal(parameter.data, expected)
+
+    simulate(main, prod(layout.shape))
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; nnmpi reads it if it is 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is .*yarn.*linear or llama3"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; nnmpi reads it if it is an object"),
+        ({"rope_parameters": {}, "rope_scaling": {}}, "null beside rope_parameters"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0; it must be a number a"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "without mscale"),
+        ({"model_type": "mistral", "sliding_window": 8}, "null, or at least max_position_emb.* 9"),
+        ({"head_dim": 5}, "head_dim is 5; nnmpi reads it if it is an even number"),
+        ({"head_dim": None}, "model needs"),
+        ({"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
+        ({"num_key_value_heads": 1}, "k_proj.weight is F32 .*, but the model needs"),
+        ({"num_hidden_layers": 10**12}, r"a Llama of 1000000000000 layers: missing model\.lay"),
+        ({"vocab_size": 10**30}, r"has shape \[23, 12\]; config\.json says"),
+        ({"tie_word_embeddings": True}, "only a model whose output is tied"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; .* true or false"),
+        ({"mlp_bias": True}, r"missing model\.layers\.0\.mlp\.down_proj\.bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .*; nnmpi reads it if"),
+        ({"attention_sinks": 4}, "attention_sinks is 4, which nnmpi does not know; remove it if"),
+    ],
+)
+def test_other_models_are_refused(folder, values, words):
+    change(folder, **values)
+    data_error(words, models.from_pretrained, folder)
+
+
+def test_transformers_has_no_such_model():
+    size = LlamaSize(**{**vars(SIZE), "proj_bias": True})
+    usage_error("transformers has no model with these biases", size.config)
+
+
+def test_ends_are_those_of_both_files(folder):
+    assert read_ends(folder) == [22]
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert read_ends(folder) == [3, 4, 22]
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
+    data_error("eos_token_id is .*; give numbers", read_ends, folder)
