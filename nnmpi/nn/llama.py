@@ -63,7 +63,7 @@ class RotaryScaling:
         return (1 - kept) * frequency / self.factor + kept * frequency
 
 
-class RotaryAttention(Module, read_once="features heads kv_heads rotary units"):
+class RotaryAttention(Module, read_once="features heads kv_heads rotary q_norm k_norm units"):
     """Causal attention with rotary positions and grouped heads: (batch, time, features), the same.
 
     Queries and keys are turned by their position (Su et al., "RoFormer", 2021), so no table of
