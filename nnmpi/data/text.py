@@ -22,9 +22,12 @@ memory:
     ~/.cache/nnmpi/tokens/KEY/data/tokens.bin  the tokens of all documents, each with its end token:
                                                uint16, or uint32 for a large vocabulary
                                    ends.npy    the end of each document in tokens.bin, int64
+                                   asked.bin   of conversations: 1 for each token of an assistant,
+                                               whose losses count alone; uint8
                                    tokenizer.json
 
-KEY is a hash of the text, the tokenizer, and the rule that makes documents.
+KEY is a hash of the text, the tokenizer, and the rule that makes documents. The column "messages"
+of a .jsonl has conversations, which the tokenizer's chat template makes texts: see `chat`.
 
 Documents are read one by one from a file in UTF-8, plain or .gz: see `documents`.
 """
@@ -42,6 +45,7 @@ from nnmpi.base.errors import DataError, expect, raised_as
 from nnmpi.base.files import cache_folder, json_text, sha256
 from nnmpi.base.settled import Settled
 from nnmpi.data.cache import DATA, TEXTS, filled
+from nnmpi.data.chat import MESSAGES, ChatTemplate, conversations, read_template
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.documents import Pieces
 from nnmpi.data.names import TOKENIZER, Names
@@ -50,7 +54,7 @@ from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load
 
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
-TOKENS, ENDS = "tokens.bin", "ends.npy"
+TOKENS, ENDS, ASKED = "tokens.bin", "ends.npy", "asked.bin"
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class TextSource:
         return None if self.tokenizer == CHARACTERS else load_tokenizer(self.tokenizer)
 
     @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of conversations; None for other texts.
+
+        Raises:
+            UsageError: see `read_template`.
+        """
+        is_lines = self.path.name.lower().removesuffix(".gz").endswith(".jsonl")
+        return read_template(self.tokenizer) if is_lines and self.columns == (MESSAGES,) else None
+
+    @cached_property
     def key(self) -> str:
         """KEY of the token files: a hash of the text, the tokenizer, and the document rule."""
         tokenizer = self.load_tokenizer()
@@ -89,6 +103,8 @@ class TextSource:
         kind = "".join(self.path.suffixes)
         identity = CHARACTERS if tokenizer is None else tokenizer.identity
         parts = [FORMAT, text, kind, self.columns, self.sentences, identity]
+        if self.template is not None:
+            parts += [self.template.text, self.template.tokens]
         return hashed(json_text(parts).encode()).hexdigest()[:32]
 
 
@@ -113,6 +129,9 @@ def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
 
 
 def _fill(source: TextSource, folder: Path) -> None:
+    if source.template is not None:
+        _fill_conversations(source, source.template, folder)
+        return
     tokenizer = source.load_tokenizer() or CharacterTokenizer(
         letter for text, _ in source.pieces() for letter in text
     )
@@ -133,6 +152,29 @@ def _fill(source: TextSource, folder: Path) -> None:
     tokenizer.save(folder)
 
 
+def _fill_conversations(source: TextSource, template: ChatTemplate, folder: Path) -> None:
+    """Write the tokens of conversations, and which of them an assistant says.
+
+    What is said by others and by an assistant is tokenized apart, as in a generated reply.
+    """
+    tokenizer = load_tokenizer(source.tokenizer)
+    ends, done = list[int](), 0
+    with (folder / TOKENS).open("wb") as file, (folder / ASKED).open("wb") as asked:
+        for messages in conversations(source.path):
+            segments = [
+                (tokenizer.encode(text), says) for text, says in template.segments(messages)
+            ]
+            for ids, says in (*segments, ([tokenizer.end], False)):
+                file.write(np.asarray(ids, _kind(tokenizer)).tobytes())
+                asked.write(np.full(len(ids), says, np.uint8).tobytes())
+                done += len(ids)
+            ends.append(done)
+    if not ends:
+        raise DataError(f"{source.path}: the document is empty; give a text, in UTF-8")
+    np.save(folder / ENDS, np.array(ends, np.int64))
+    tokenizer.save(folder)
+
+
 class Text(Settled, Samples, read_once="name sentences tokenizer classes context"):
     """A part of a text, in blocks or sentences; see the module.
 
@@ -142,10 +184,17 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
         tokenizer: of the tokens.
         spans: (documents, 2), the begin and end in `tokens` of each document of this part.
         context: T, the most tokens per sample.
+        asked: of each token, whether it is to be predicted; None if all are.
     """
 
     def __init__(
-        self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Integers, context: int
+        self,
+        source: TextSource,
+        tokens: Array,
+        tokenizer: Tokenizer,
+        spans: Integers,
+        context: int,
+        asked: Array | None = None,
     ) -> None:
         self.name = source.path.name.split(".")[0]
         self._key = source.key
@@ -170,6 +219,11 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
             self._firsts = np.arange(0, self._stops[-1] - 1, context)
             left = self._stops[-1] - 1 - self._firsts
         self._counts: Integers = np.minimum(left, context)
+        self._asked, self._targets = asked, self._counts
+        if asked is not None:
+            part = np.concatenate([asked[start:stop] for start, stop in spans])
+            before = np.append(0, np.cumsum(part, dtype=np.int64))
+            self._targets = before[self._firsts + 1 + self._counts] - before[self._firsts + 1]
 
     def __len__(self) -> int:
         return len(self._firsts)
@@ -192,7 +246,7 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
     @property
     def targets(self) -> Integers:
         """The number of tokens to predict in each sample, (n,)."""
-        return self._counts
+        return self._targets
 
     @property
     def lengths(self) -> Integers | None:
@@ -206,12 +260,25 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
         return self._filled(indices, length, self.tokenizer.end, 0)
 
     def labels(self, indices: Integers, length: int | None = None) -> Integers:
-        """Return the next token of each (rows, length), padded with `IGNORED`."""
-        return self._filled(indices, length, IGNORED, 1)
+        """Return the next token of each (rows, length), padded with `IGNORED`.
 
-    def _filled(self, indices: Integers, length: int | None, padding: int, shift: int) -> Integers:
+        Of a conversation, what the assistant does not say is ignored, too.
+        """
+        result = self._filled(indices, length, IGNORED, 1)
+        if self._asked is not None:
+            result[self._filled(indices, length, 0, 1, self._asked) == 0] = IGNORED
+        return result
+
+    def _filled(
+        self,
+        indices: Integers,
+        length: int | None,
+        padding: int,
+        shift: int,
+        values: Array | None = None,
+    ) -> Integers:
         """Return each sample's tokens from `shift` positions after its first, in rows of equal
-        length.
+        length; or another value of each token.
         """
         counts = self._counts[indices]
         width = self.context
@@ -220,7 +287,7 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
         positions = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         positions = np.minimum(positions, self._stops[-1] - 1)
         positions += self._offsets[np.searchsorted(self._stops, positions, side="right")]
-        result = self._tokens[positions].astype(np.int64)
+        result = (self._tokens if values is None else values)[positions].astype(np.int64)
         result[np.arange(width) >= counts[:, None]] = padding
         return result
 
@@ -252,6 +319,11 @@ def load_text(
         tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)
         if not len(ends) or len(tokens) != ends[-1]:
             raise ValueError(f"{len(tokens)} tokens")
+        asked = None
+        if source.template is not None:
+            asked = np.memmap(folder / ASKED, np.uint8, "r").view(np.ndarray)
+            if len(asked) != len(tokens):
+                raise ValueError(f"{len(asked)} of {len(tokens)} tokens in {ASKED}")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it"
@@ -269,5 +341,5 @@ def load_text(
                 f"{source.path}: the {what} part has {length} tokens, but a context of {context}"
                 f" and the token after it need {least}; give a smaller context, or a longer text"
             )
-    train, test = (Text(source, tokens, tokenizer, part, context) for part in parts)
+    train, test = (Text(source, tokens, tokenizer, part, context, asked) for part in parts)
     return train, test

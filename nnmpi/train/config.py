@@ -332,8 +332,9 @@ class DataConfig:
     --pretrained, the one saved there).
     """
     text_columns: str = ""
-    """Columns of text of a table, joined by line breaks, such as problem,solution. With
-    --target, the words of these columns are features, beside the other columns.
+    """Columns of text of a table, joined by line breaks, such as problem,solution; messages, of a
+    .jsonl: conversations, which the tokenizer's chat template makes texts. With --target, the words
+    of these columns are features, beside the other columns.
     """
     text_samples: Literal["blocks", "sentences"] = "blocks"
     """Samples of text. blocks: --context tokens each. sentences: one per line or row, in batches of
