@@ -337,7 +337,6 @@ ZERO = {
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
     "free": Setup(own.free, microbatches=2, **DECAY),
     "gpt": GPT,
-    "llama": LLAMA,
     "lstm": LSTM,
 }
 
