@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nnmpi.data.catalogue
-from nnmpi.base.errors import DataError, NnmpiError
+from nnmpi.base.errors import DataError, NnmpiError, UsageError
 from nnmpi.data.mapped import FileArray
 from nnmpi.train.cli import main
 from tests.harness.commands import on_ranks
@@ -108,14 +108,16 @@ def test_a_set_that_is_cut_in_the_middle_of_a_run_is_named(data, tmp_path, monke
         trained(f"{words} --dataset {data / 'set.npz'}", tmp_path / "run", 1)
 
 
-def test_a_full_cache_has_a_status_of_its_own(data, monkeypatch, capfd):
+def test_a_full_cache_has_a_status_of_its_own(data, monkeypatch):
     """As other full disks have it, also where the command puts its option before the sentence."""
     np.savez_compressed(data / "set.npz", **FORMS["bytes"][1])
     set_small(monkeypatch, 0)
 
-    def full(folder, **named):
+    def full(file, values):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("nnmpi.data.prepared.write_json", full)
-    assert main(f"--dataset data/set.npz {FORMS['bytes'][0]} {SHORT}".split()) == EX_CANTCREAT
-    assert "NNMPI_DATA" in capfd.readouterr().err
+    words = f"--dataset data/set.npz {FORMS['bytes'][0]} {SHORT}"
+    with pytest.raises(UsageError, match="NNMPI_DATA") as raised:
+        on_ranks(main, words, 1)
+    assert raised.value.exit_status == EX_CANTCREAT
