@@ -5,7 +5,7 @@ from nnmpi.models.gpt import gpt
 from nnmpi.models.llama import llama
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import from_pretrained
+from nnmpi.models.pretrained import from_pretrained, save_adapter
 from nnmpi.models.resnet import resnet
 
-__all__ = ["cnn", "from_pretrained", "gpt", "llama", "lstm", "mlp", "resnet"]
+__all__ = ["cnn", "from_pretrained", "gpt", "llama", "lstm", "mlp", "resnet", "save_adapter"]

@@ -19,6 +19,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import DataError, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
+from nnmpi.nn.container import Sequential
 from nnmpi.nn.lora import adapt
 from nnmpi.nn.module import Module
 
@@ -128,23 +129,23 @@ def load_adapter(model: Module, folder: Path, names: Mapping[str, str]) -> None:
     storage.version.meet()
 
 
-def adapted(model: Module, folder: str | Path, names: Mapping[str, str]) -> Module:
+def adapted(model: Sequential, folder: Path, names: Mapping[str, str]) -> Sequential:
     """Give a full model with values the adapter in a folder of PEFT's; return the model.
 
     Args:
         model: the base.
-        folder, names: see `read_adapter`; `pretrained.layer_names` has those of a GPT-2.
+        folder, names: see `read_adapter`.
 
     Raises:
         DataError: see `load_adapter`.
     """
-    known, dtype = read_adapter(Path(folder), names), model.storage.dtype.name
+    known, dtype = read_adapter(folder, names), model.storage.dtype.name
     adapt(model, known.rank, known.alpha, ",".join(known.layers), known.dropout)
-    load_adapter(model.initialize(dtype=dtype), Path(folder), names)
+    load_adapter(model.initialize(dtype=dtype), folder, names)
     return model
 
 
-def save_adapter(
+def write_adapter(
     folder: Path,
     values: Mapping[str, Array],
     alpha: float | None,

@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.base.errors import DataError, counted, shortened
+from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.base.shard import Region
+from nnmpi.models.adapter import adapted, write_adapter
 from nnmpi.models.gpt import gpt
 from nnmpi.models.llama_files import FIRST_IN_BLOCK, TYPES, LlamaConfigReader, LlamaSize
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.container import Sequential
+from nnmpi.nn.lora import adapters
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -244,7 +246,9 @@ def read_ends(folder: Path) -> list[int]:
     return ends
 
 
-def from_pretrained(folder: str | Path, dtype: str = "float32") -> Sequential:
+def from_pretrained(
+    folder: str | Path, dtype: str = "float32", adapter: str | Path | None = None
+) -> Sequential:
     """Return the model in a folder of Hugging Face's transformers, with its weights.
 
     GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM and SmolLM 2, in safetensors. What they compute that
@@ -253,13 +257,39 @@ def from_pretrained(folder: str | Path, dtype: str = "float32") -> Sequential:
     Args:
         folder: with config.json and the weights.
         dtype: of the model.
+        adapter: a folder of PEFT's, whose adapter the model gets; see `nn.adapt`.
 
     Raises:
         DataError: for a folder that cannot be read, or another architecture.
     """
-    model = read_size(Path(folder)).build().initialize(seed=0, dtype=dtype)
+    size = read_size(Path(folder))
+    model = size.build().initialize(seed=0, dtype=dtype)
     load_pretrained(model, Path(folder))
-    return model
+    return model if adapter is None else adapted(model, Path(adapter), layer_names(size))
+
+
+def save_adapter(folder: str | Path, model: Module, base: str | Path) -> None:
+    """Write a model's adapters as PEFT reads them.
+
+    Args:
+        folder: for adapter_config.json and adapter_model.safetensors; created if missing.
+        model: the full model, with adapters of `nn.adapt`.
+        base: the folder of the model to which they are added.
+
+    Raises:
+        UsageError: for a model without adapters, or with different ranks or factors.
+        DataError: for a base that cannot be read.
+        OSError: when it cannot be written, or the folder is a link.
+    """
+    settings = {(layer.rank, layer.alpha, layer.dropout.p) for _, layer in adapters(model)}
+    if len(settings) != 1:
+        raise UsageError(
+            f"the model has {'adapters of several kinds' if settings else 'no adapters'}; PEFT's"
+            " folder is written of a model of nn.adapt"
+        )
+    _, alpha, dropout = settings.pop()
+    names = layer_names(read_size(Path(base)))
+    write_adapter(Path(folder), model.state(), alpha, dropout, names, str(base))
 
 
 def _gpt_size(file: Path, values: Mapping[str, Any]) -> GPTSize:

@@ -38,7 +38,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.state import base_digest
 from nnmpi.data.dataset import Samples
-from nnmpi.models.adapter import read_adapter, save_adapter
+from nnmpi.models.adapter import read_adapter, write_adapter
 from nnmpi.models.pretrained import layer_names, read_size, save_llama, save_pretrained
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
@@ -416,7 +416,7 @@ def _save_transformer(run: TrainingRun, weights: Mapping[str, Array], base: str)
         folder, path = run.folder.adapter, options.pretrained
         assert path is not None
         settings = options.lora_alpha, options.lora_dropout, layer_names(read_size(path))
-        save_adapter(folder, weights, *settings, str(path), base)
+        write_adapter(folder, weights, *settings, str(path), base)
     elif options.model == "llama":
         vocabulary = len(weights["0.tokens.weight"])
         size = llama_size_of(options, vocabulary, run.inputs.train.sample_shape[0])

@@ -7,7 +7,6 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.base.errors import DataError
-from nnmpi.models.adapter import adapted, save_adapter
 from nnmpi.models.pretrained import layer_names, read_size
 
 torch = pytest.importorskip("torch")
@@ -59,11 +58,6 @@ def theirs(folder, targets, kind="gpt2", dtype=torch.float64):
     return model
 
 
-def ours(folder, dtype="float64"):
-    """Return nnmpi's model of the base, and the names of its layers in theirs."""
-    return models.from_pretrained(folder, dtype), layer_names(read_size(folder))
-
-
 def assert_close(mine, twin, kind="gpt2"):
     """Relative to the largest element; their Qwen computes norms and angles in float32."""
     mine, twin = np.asarray(mine), twin.detach().numpy()
@@ -84,8 +78,8 @@ def assert_close(mine, twin, kind="gpt2"):
 def test_an_adapter_of_theirs_gives_their_logits_and_gradients(tmp_path, kind, targets):
     twin = theirs(tmp_path / "base", targets, kind)
     twin.save_pretrained(tmp_path / "adapter")
-    model, names = ours(tmp_path / "base")
-    adapted(model, tmp_path / "adapter", names)
+    model = models.from_pretrained(tmp_path / "base", "float64", tmp_path / "adapter")
+    names = layer_names(read_size(tmp_path / "base"))
     logits = twin(torch.tensor(TOKENS)).logits
     model.zero_grad()
     result = model(TOKENS)
@@ -113,12 +107,12 @@ def test_an_adapter_of_theirs_gives_their_logits_and_gradients(tmp_path, kind, t
 def test_they_read_an_adapter_of_ours(tmp_path, kind, targets):
     """And give the same logits, also merged; merged here it is the same model."""
     base(tmp_path / "base", kind)
-    model, names = ours(tmp_path / "base")
+    model = models.from_pretrained(tmp_path / "base", "float64")
     nn.adapt(model, rank=5, alpha=3, targets=targets).initialize(seed=1, dtype="float64")
     for parameter in model.parameters():
         parameter.data[...] += 0.1 * np.random.default_rng(1).standard_normal(parameter.shape)
-    folder, path = tmp_path / "adapter", str(tmp_path / "base")
-    save_adapter(folder, model.state(), 3, 0.0, names, path)
+    folder = tmp_path / "adapter"
+    models.save_adapter(folder, model, tmp_path / "base")
     twin = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     expected = model(TOKENS).data
     assert_close(expected, twin(torch.tensor(TOKENS)).logits, kind)
@@ -132,8 +126,7 @@ def test_a_fine_tuning_has_their_curve(tmp_path):
     """200 steps of AdamW in float32: each loss within 1e-5 of the largest."""
     twin = theirs(tmp_path / "base", ["c_attn", "c_proj", "c_fc"], dtype=torch.float32)
     twin.save_pretrained(tmp_path / "adapter")
-    model, names = ours(tmp_path / "base", "float32")
-    adapted(model, tmp_path / "adapter", names)
+    model = models.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
     optimizer = optim.AdamW(model.storage, lr=3e-3, weight_decay=0.01)
     trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
     their_optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.01)
@@ -173,6 +166,5 @@ def test_what_ours_do_not_compute_is_refused(tmp_path, name, value):
     theirs(tmp_path / "base", ["c_attn"]).save_pretrained(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
-    model, names = ours(tmp_path / "base")
     with pytest.raises(DataError, match=name):
-        adapted(model, tmp_path / "adapter", names)
+        models.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
