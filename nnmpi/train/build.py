@@ -53,7 +53,7 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
 )
-from nnmpi.train.derived import dropout_of, llama_size_of
+from nnmpi.train.derived import dropout_of, llama_size_of, with_adapter
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
@@ -139,6 +139,7 @@ def _build_sequence_model(
             f" tokenizer, and a --context of at most {size.context}"
         )
     model = size.build(dropout_of(config))
+    config = with_adapter(config)  # a plan has not read its folder
     if config.lora is not None:
         adapt(model, config.lora, config.lora_alpha, config.lora_targets, config.lora_dropout)
     return model

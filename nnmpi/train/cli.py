@@ -31,17 +31,18 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
 from nnmpi.data.readers import split_names
-from nnmpi.models.adapter import read_adapter
-from nnmpi.models.pretrained import layer_names, model_named, read_size
+from nnmpi.models.pretrained import model_named
 from nnmpi.train.config import (
     Config,
     all_options,
     assemble,
     check,
     flatten,
+    having,
     plain,
     read_on_root,
 )
+from nnmpi.train.derived import with_adapter
 from nnmpi.train.folder import (
     check_trust,
     default_folder,
@@ -116,8 +117,14 @@ def read_options(words: Sequence[str], group: Group, made: list[Path] | None = N
         config = parse(words)
         run, pretrained = config.run, config.model.pretrained
         model, out = pretrained and find_model(pretrained), run.resume or run.out
-        if config.model.adapter is not None and model is not None and run.resume is None:
-            config = having_adapter(config, config.model.adapter, model)
+        if config.model.adapter is not None and run.resume is None:
+            if config.model.lora is not None:
+                raise UsageError(
+                    f"--adapter {config.model.adapter} has a rank of its own; leave --lora out"
+                )
+            config = config.having(
+                **vars(with_adapter(having(config.model, {"pretrained": model})))
+            )
         if out is None:
             out = default_folder(config)
             if made is not None:
@@ -125,24 +132,6 @@ def read_options(words: Sequence[str], group: Group, made: list[Path] | None = N
         return config.having(out=out, pretrained=model)
 
     return read_on_root(group, read)
-
-
-def having_adapter(config: Config, folder: Path, pretrained: Path) -> Config:
-    """Return a configuration with the options of an adapter's folder.
-
-    Raises:
-        UsageError: if --lora is given, too.
-        DataError: for a folder that cannot be read.
-    """
-    if config.model.lora is not None:
-        raise UsageError(f"--adapter {folder} has a rank of its own; leave --lora out")
-    saved = read_adapter(folder, layer_names(read_size(pretrained)))
-    return config.having(
-        lora=saved.rank,
-        lora_alpha=saved.alpha,
-        lora_targets=",".join(saved.layers),
-        lora_dropout=saved.dropout,
-    )
 
 
 def parse(words: Sequence[str]) -> Config:

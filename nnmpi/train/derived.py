@@ -21,9 +21,10 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import find_mesh
 from nnmpi.compose.layout import Layout
 from nnmpi.data.text import DEFAULT_CONTEXT
+from nnmpi.models.adapter import read_adapter
 from nnmpi.models.llama import default_hidden
 from nnmpi.models.llama_files import LlamaSize
-from nnmpi.models.pretrained import read_dropout, read_size
+from nnmpi.models.pretrained import layer_names, read_dropout, read_size
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig, having
 
@@ -155,6 +156,24 @@ def kv_heads_of(config: ModelConfig) -> int:
         return config.kv_heads or config.sizes[2]
     size = read_size(config.pretrained)
     return size.kv_heads if isinstance(size, LlamaSize) else size.heads
+
+
+def with_adapter(config: ModelConfig) -> ModelConfig:
+    """Return the model's options, with those in its adapter's folder unless they are there.
+
+    Raises:
+        DataError: for a folder that cannot be read, or does not fit the pretrained model.
+    """
+    if config.adapter is None or config.pretrained is None or config.lora is not None:
+        return config
+    saved = read_adapter(config.adapter, layer_names(read_size(config.pretrained)))
+    values = {
+        "lora": saved.rank,
+        "lora_alpha": saved.alpha,
+        "lora_targets": ",".join(saved.layers),
+        "lora_dropout": saved.dropout,
+    }
+    return having(config, values)
 
 
 def heads_of(config: ModelConfig) -> int:
