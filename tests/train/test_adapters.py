@@ -95,6 +95,19 @@ def test_merged_it_is_the_same_model_and_an_adapter_goes_on():
     assert (options["lora"], options["lora_alpha"], options["lora_dropout"]) == (3, 7, 0.2)
 
 
+def test_a_llama_has_adapters_by_its_layers_names():
+    """Merged it is the same model, too."""
+    llama = GPT.replace("--model gpt", "--model llama")
+    train("llama", f"{llama} {SIZE} --kv-heads 1 --max-steps 1")
+    tuned = f"{llama} --pretrained llama --lora 2 --lora-targets q,gate,down --lr 0.1"
+    train("run", f"{tuned} --max-steps 3 --tp 2", 2)
+    names = {name.rpartition(".")[0].partition(".")[2] for name in arrays("run")}
+    assert names == {"attention.q", "mlp.gate", "mlp.down"}
+    on_ranks(export, "run --merge")
+    assert np.isclose(spread("run"), spread("run/merged"), rtol=1e-12)
+    assert not np.isclose(spread("run"), spread("llama"), rtol=1e-3)
+
+
 def test_another_base_is_refused():
     train("run", f"{LORA} {STEPS} --max-steps 2")
     shutil.copytree("base", "other")
