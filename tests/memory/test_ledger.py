@@ -149,7 +149,7 @@ def test_the_peak_is_that_of_a_trace(budget, microbatches):
         return most, nnmpi.memory.report().peaks[ACTIVATIONS]
 
     ((most, counted),) = simulate(main, 1)
-    assert counted == pytest.approx(most, rel=0.03)
+    assert counted == pytest.approx(most, rel=0.03, abs=2**14)  # of Python's objects, too
 
 
 def live_and_counted(layer):
