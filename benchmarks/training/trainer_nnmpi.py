@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import threadpoolctl
 from numpy.typing import NDArray
 
 import nnmpi
@@ -18,8 +17,7 @@ from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, 
 from benchmarks.training.contestants import COMPILED, WORKER, Contestant
 from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.backend import onednn
-from nnmpi.backend.blas import blas_pool, name_blas
+from nnmpi.backend.gemm import name_products
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 
@@ -57,8 +55,7 @@ class NnmpiTrainer(Trainer):
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
-        other, blas = onednn.for_float32(), name_blas(blas_pool(threadpoolctl.threadpool_info()))
-        result = {"blas": blas if other is None else f"oneDNN {other.version}, {blas}"}
+        result = {"blas": name_products()}
         return result if self._group is None else {**result, "mpi": self._group.comm.world.library}
 
     def close(self) -> None:

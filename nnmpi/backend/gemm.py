@@ -17,7 +17,13 @@ import numpy as np
 
 from nnmpi.backend import onednn
 from nnmpi.backend.array import Array, Matrices, Shape, empty, namespace
-from nnmpi.backend.blas import has_small_products, is_intel
+from nnmpi.backend.blas import (
+    blas_pool,
+    has_small_products,
+    is_intel,
+    loaded_pools,
+    name_blas,
+)
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import (
     FLOAT32,
@@ -114,6 +120,12 @@ def gemm(
         out += multiply(a, b)
         return out
     return multiply(a, b) if out is None else multiply(a, b, out=out)
+
+
+def name_products() -> str:
+    """Return what multiplies float32 matrices on this host, as text: its bits are theirs."""
+    blas, other = name_blas(blas_pool(loaded_pools().info())), onednn.for_float32()
+    return blas if other is None else f"{blas}, oneDNN {other.version} for large products"
 
 
 def _rounded_product(a: Array, b: Array, out: Any, add: bool) -> Array:

@@ -50,7 +50,7 @@ import numpy as np
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.backend.blas import blas_pool, loaded_pools, name_blas
+from nnmpi.backend.gemm import name_products
 from nnmpi.base.errors import (
     CheckpointError,
     DataError,
@@ -784,7 +784,7 @@ def fixed_kernels(where: Arrangement, group: Group) -> list[str]:
     """
     if not where.layout.fixed_order:
         return []
-    return sorted(set(group.gather(name_blas(blas_pool(loaded_pools().info())))))
+    return sorted(set(group.gather(name_products())))
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:

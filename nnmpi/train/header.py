@@ -4,9 +4,9 @@ import platform
 
 import threadpoolctl
 
-from nnmpi.backend import onednn
-from nnmpi.backend.blas import blas_pool, name_blas
+from nnmpi.backend.blas import blas_pool
 from nnmpi.backend.cuda import cudnn
+from nnmpi.backend.gemm import name_products
 from nnmpi.backend.precision import describe_products
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
@@ -150,9 +150,8 @@ def _samples(samples: Samples, signature: ModelSignature) -> str:
 
 def blas() -> str:
     """Return NumPy's BLAS: name, version, processor and threads."""
-    pool, other = blas_pool(threadpoolctl.threadpool_info()), onednn.for_float32()
-    large = "" if other is None else f", oneDNN {other.version} for large products"
-    return f"{name_blas(pool)}{large}, {counted(pool.get('num_threads', 1), 'thread')} per rank"
+    threads = blas_pool(threadpoolctl.threadpool_info()).get("num_threads", 1)
+    return f"{name_products()}, {counted(threads, 'thread')} per rank"
 
 
 def _layout(where: Arrangement) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Layout, Worker, models, nn, ops, optim, simulate
+from nnmpi.backend import onednn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
@@ -133,8 +134,11 @@ def test_a_meter_counts_its_own_rank(ranks):
 @ON_HOST
 @pytest.mark.parametrize("budget", [None, "least"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_peak_is_that_of_a_trace(budget, microbatches):
-    """With all temporary arrays, within a plan and without one."""
+def test_the_peak_is_that_of_a_trace(budget, microbatches, monkeypatch):
+    """With all temporary arrays, within a plan and without one. (Where oneDNN adds in place, these
+    are so few that Python's own objects would count.)
+    """
+    monkeypatch.setattr(onednn, "for_float32", lambda: None)
     data = Dataset("numbers", np.ones((64, 64), np.float32), np.zeros(64, int), 3)
     (batch,) = Loader(data, 64, workers=0, microbatches=microbatches).epoch(0)
 
@@ -149,7 +153,7 @@ def test_the_peak_is_that_of_a_trace(budget, microbatches):
         return most, nnmpi.memory.report().peaks[ACTIVATIONS]
 
     ((most, counted),) = simulate(main, 1)
-    assert counted == pytest.approx(most, rel=0.03, abs=2**14)  # of Python's objects, too
+    assert counted == pytest.approx(most, rel=0.03)
 
 
 def live_and_counted(layer):

@@ -23,6 +23,11 @@ def train(folder, words, ranks=1, is_lost=lambda: False):
     return run(command, folder / "output", LIMIT_S, environ, is_lost=is_lost, cwd=folder)
 
 
+def unfolded(text):
+    """Return a text with lines that are broken between words as one."""
+    return " ".join(text.split())
+
+
 def last_checkpoint(run):
     return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
 

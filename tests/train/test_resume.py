@@ -134,10 +134,10 @@ def test_sums_in_a_fixed_order_name_the_kernels_that_differ(tmp_path, capsys, mo
     """Of nodes, and of restarts: another processor's products have other bits."""
     words = "--model mlp --dataset iris --reduction fixed --max-steps"
     simulated(f"{words} 2 --stop-after 1 --out {tmp_path}/run", 1)
-    assert "products" not in capsys.readouterr().out
-    own = checkpoint.name_blas(checkpoint.blas_pool(checkpoint.loaded_pools().info()))
+    assert "of products by" not in capsys.readouterr().out
+    own = checkpoint.name_products()
     # "rank 0" and "rank 1"
-    monkeypatch.setattr(checkpoint, "name_blas", lambda _: threading.current_thread().name)
+    monkeypatch.setattr(checkpoint, "name_products", lambda: threading.current_thread().name)
     simulated(f"--resume {tmp_path}/run", 2)
     assert re.sub(r"\s+", " ", capsys.readouterr().out).count("products by rank 0 and rank 1") == 1
     moved = f"products by {own} and continues with rank 0 and rank 1: equal up to rounding"

@@ -17,7 +17,7 @@ from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 from tests.harness.refusals import data_error, refuses, usage_error
-from tests.train.jobs import arrays
+from tests.train.jobs import arrays, unfolded
 
 # Other programs read these.
 TRAIN_KEYS = [
@@ -98,7 +98,7 @@ def test_the_folder_holds_everything(train):
 
 def said(capsys):
     """Return what was printed, with lines that are broken between words as one."""
-    return " ".join(capsys.readouterr().out.split())
+    return unfolded(capsys.readouterr().out)
 
 
 def test_the_end_of_a_run_is_proved(train, group, capsys):

@@ -15,7 +15,7 @@ from nnmpi.base.errors import CommError
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.compose.trainer import Trainer
 from nnmpi.lab.run import Supervisor
-from nnmpi.train import checkpoint, loop, metrics
+from nnmpi.train import checkpoint, metrics, session
 from nnmpi.train.checkpoint import CheckpointWriter
 from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import draw_faults, quick_trainings, survive, undisturbed
@@ -171,18 +171,18 @@ PLANTED = {
     "metrics are not brought to the disk before a checkpoint": [
         (metrics.MetricsRecorder, "sync", lambda recorder: None)
     ],
-    "metrics are not cut at a resume": [(loop, "cut_metrics", lambda file, step: 0)],
-    "the optimizer's state is not restored": [(loop, "restore", restore_no_optimizer)],
+    "metrics are not cut at a resume": [(session, "cut_metrics", lambda file, step: 0)],
+    "the optimizer's state is not restored": [(session, "restore", restore_no_optimizer)],
     "a full disk at the end is not explained": [
-        (loop, "raised_as", lambda *_: pytest.MonkeyPatch.context())
+        (session, "raised_as", lambda *_: pytest.MonkeyPatch.context())
     ],
-    "a resumed run leaves out a batch": [(loop, "restore", restore_a_batch_too_far)],
+    "a resumed run leaves out a batch": [(session, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
     "the oldest checkpoint is taken": [(checkpoint, "candidates", lambda place: FIND(place)[::-1])],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
-        (loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
+        (session, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
     ],
     "a server loses a wake-up": [(ParameterServer, "release", release_all_but_one)],
     "a status of 0 is believed": [
@@ -190,7 +190,7 @@ PLANTED = {
         (Supervisor, "_watch", watch_and_keep),
     ],
     "a supervisor always begins anew": [(Supervisor, "_words", words_of_a_new_run)],
-    "the end is claimed at the start": [(loop, "cut_metrics", cut_and_claim)],
+    "the end is claimed at the start": [(session, "cut_metrics", cut_and_claim)],
 }
 
 
