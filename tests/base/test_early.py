@@ -37,7 +37,15 @@ def run(words, place, *signal_at):
         "SIGNAL_AT": " ".join(map(str, signal_at)),
     }
     command = [sys.executable, *words.replace("PLACE", str(place)).split()]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    # whoever runs the tests may ignore hangups, as nohup does
+    return subprocess.run(
+        command,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

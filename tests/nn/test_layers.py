@@ -116,6 +116,26 @@ LAYERS = {
         SEQUENCES,
         lambda m, x: m.proj(ops.attention(m.qkv(x), 2, causal=True)),
     ),
+    "RotaryAttention": (
+        lambda: nn.RotaryAttention(4, 2, 1),
+        SEQUENCES,
+        lambda m, x: m.proj(ops.grouped_attention(m.q(x), m.k(x), m.v(x), 2, rotary=m.rotary)),
+    ),
+    "SwiGLU": (
+        lambda: nn.SwiGLU(4, 5),
+        SEQUENCES,
+        lambda m, x: m.down(ops.silu(m.gate(x)) * m.up(x)),
+    ),
+    "LlamaBlock": (
+        lambda: nn.LlamaBlock(nn.RotaryAttention(4, 2, 1), nn.SwiGLU(4, 5)),
+        SEQUENCES,
+        lambda m, x: (y := x + m.attention(m.norm1(x))) + m.mlp(m.norm2(y)),
+    ),
+    "LoRA": (  # whose second factor begins at 0
+        lambda: nn.LoRA(nn.Linear(4, 3), 2),
+        ROWS,
+        lambda m, x: ops.linear(x, m.weight, m.bias),
+    ),
     "TransformerBlock": (
         lambda: nn.TransformerBlock(4, 2, 6, bias=False),
         SEQUENCES,
@@ -312,6 +332,7 @@ NO_LAYERS = {
     "Pop",
     "Sharding",
     "Units",
+    "RotaryScaling",
 }
 NO_LAYERS |= {"Parameter", "list"}
 
