@@ -36,7 +36,8 @@ def check_told(run, output, first_epoch):
     records = [
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
     ]
-    epochs = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
+    whole = output.replace("\n    ", " ")  # lines that are broken go on four columns to the right
+    epochs = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", whole)
     assert epochs
     told = ""
     for number, text in epochs:

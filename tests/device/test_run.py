@@ -12,7 +12,7 @@ import pytest
 from tests.device.library import FOLDER
 from tests.harness.job import mpirun, run
 from tests.harness.slow import ONCE_MORE, once_more
-from tests.train.jobs import ROOT
+from tests.train.jobs import ROOT, unfolded
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -111,8 +111,8 @@ def test_the_header_says_what_was_chosen(tmp_path):
     assert ending.status == 0, ending.output
     assert "backend:     cupy on Fake device, device 0" in ending.output
     assert (
-        "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GiB of memory for each rank"
-        in ending.output
+        "devices: 1 for 2 ranks, up to 2 ranks on one; 7.2 GiB of memory for each rank"
+        in unfolded(ending.output)
     )
     assert "memory of the device:" in ending.output
 
