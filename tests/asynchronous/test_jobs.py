@@ -14,7 +14,7 @@ from nnmpi.train.metrics import read_metrics, sum_staleness
 from tests.chrome import breaches
 from tests.harness.commands import on_ranks
 from tests.harness.slow import ONCE_MORE
-from tests.train.jobs import lines, once, send, train
+from tests.train.jobs import lines, once, send, train, unfolded
 
 # Several jobs one after the other, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(300)
@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path):
     for ranks, more, text in jobs:
         ending = train(tmp_path, f"--resume {run} {more} --max-steps {steps}", ranks)
         assert ending.status == 0, ending.output
-        assert text in ending.output
+        assert text in unfolded(ending.output)
         check_told(run, ending.output, epoch)
         steps, epoch = steps + 90, (steps - 1) // 45 + 1
     records = read_metrics(run / "metrics.jsonl")
