@@ -196,7 +196,12 @@ def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
                 f"Muon works on whole matrices, but this rank has only part of {item.name}; leave"
                 " tp at 1 (dp, pp, sp and zero keep matrices whole), or use adamw"
             )
+    # gradients are divided wherever the update is; weights may be whole beside it
     return [
-        (span, storage.trained_slice(span), getattr(storage.view(span, storage.data), "counts", ()))
+        (
+            span,
+            storage.trained_slice(span),
+            getattr(storage.view(span, storage.grads), "counts", ()),
+        )
         for span in spans
     ]
