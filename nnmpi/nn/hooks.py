@@ -52,11 +52,16 @@ def call_hooks(module: Any, inputs: tuple[Any, ...], result: Any) -> Any:
     """Return a module's result, after its hooks."""
     recorder = active()
     if recorder is not None:
-        recorder.spoil(f"a forward hook of {module.path or type(module).__name__} is called")
+        recorder.spoil(refusal_of(module))
     for hook in module._forward_hooks:
         other = hook.function(module, inputs, result)
         result = result if other is None else other
     return result
+
+
+def refusal_of(module: Any) -> str:
+    """Return why a step with a hook of this module is not replayed."""
+    return f"a forward hook of {module.path or type(module).__name__} is called"
 
 
 def hooked(modules: Iterable[Any]) -> Any:

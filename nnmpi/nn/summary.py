@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Shape
+from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.recording import Recorder
 from nnmpi.base.errors import UsageError
 from nnmpi.base.picture import preformat
@@ -121,7 +121,7 @@ class _Counter(Recorder):
     def apply(self, function: Any, inputs: Any, values: list[Any]) -> Any:
         """See `Recorder.apply`."""
         result, row = self.run_eagerly(function.forward, *values), self._within[-1]
-        traits, array = function.traits, np.asarray(result)
+        traits, array = function.traits, result if hasattr(result, "nbytes") else np.asarray(result)
         if traits is not None and traits.products is not None:
             row.products += int(traits.products(function, array, *values))
         if not function.views:
@@ -148,7 +148,16 @@ def summarize(model: Any, inputs: tuple[Any, ...]) -> ModelSummary:
         seen.update(map(id, own))
         count = sum(parameter.size for parameter in own)
         rows.setdefault(id(module), LayerRow(path, type(module).__name__, None, count))
+    inputs = tuple(_beside(model, x) for x in inputs)
     counter = _Counter(rows)
     with no_grad(), evaluation(), observed(counter.leave), counter.running():
         model(*inputs)
     return ModelSummary([*rows.values()])
+
+
+def _beside(model: Any, x: Any) -> Any:
+    """Return an array in the memory of a model's weights."""
+    weights = next((item.data for _, item in model.named_parameters()), None)
+    if weights is None or not isinstance(x, np.ndarray):
+        return x
+    return namespace(weights).asarray(x)
