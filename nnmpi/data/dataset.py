@@ -84,7 +84,8 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
         DataError: for values other than numbers; the message has a remedy for categories and
             missing values.
     """
-    if is_lazy(values) and values.dtype.kind in "biuf":
+    # an ndarray is as it should be, also a mapped one: a step's batch is not asked
+    if not isinstance(values, np.ndarray) and is_lazy(values) and values.dtype.kind in "biuf":
         return plain(as_rows(in_place(values)))
     values = asarray(values)
     if is_array(values) and values.dtype.kind in "biuf":

@@ -221,9 +221,10 @@ class Compiled(Settled, read_once="pool"):
             owner = hooked(held.recorder.owners.values()) if ForwardHook.alive else None
             if owner is not None:
                 self._refusal = refusal_of(owner)
-            elif self._refusal:
+                return _mapped(_copied, self._do(inputs, mode)[1])
+            if self._refusal:  # of a hook that was removed
                 self._refusal = ""
-            if owner is not None or held.known.is_paused():
+            if held.known.is_paused():
                 return _mapped(_copied, self._do(inputs, mode)[1])
             if held.is_due():
                 return self._audit(key, held, inputs, mode)
