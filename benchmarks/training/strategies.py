@@ -18,10 +18,7 @@ rank, and has its turn in every round; a time is the median of the wall's on ran
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +27,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.training.contestants import PINS  # noqa: E402
+from benchmarks.training import turn  # noqa: E402
 
 OURS, THEIRS, JIT = "nnmpi", "PyTorch", "nnmpi, jit"
 DATA, SHARDED, TENSOR, PIPELINE = "data parallel", "sharded weights", "tensor parallel", "pipeline"
@@ -221,7 +218,7 @@ def their_step(way: str, precision: str) -> Callable[[], float]:
     return run
 
 
-def take(way: str, who: str, options: argparse.Namespace) -> list[float]:
+def take(way: str, who: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of some steps, after four that count for nothing."""
     if who == THEIRS:
         run = their_step(way, options.precision)
@@ -232,31 +229,7 @@ def take(way: str, who: str, options: argparse.Namespace) -> list[float]:
         begin = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - begin)
-    return seconds[4:]
-
-
-def start(way: str, who: str, options: argparse.Namespace) -> list[float] | None:
-    """Give a contestant its turn; return what rank 0 took, or None where PyTorch is missing."""
-    words = [__file__, "--take", way, who, "--steps", str(options.steps)]
-    words += ["--precision", options.precision]
-    if who == THEIRS:
-        command = [options.peers_python, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), *words]
-    else:
-        mpirun = os.environ.get("NNMPI_MPIRUN", "mpirun")
-        command = [mpirun, "-n", str(RANKS), sys.executable, *words]
-    pinned = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-    env = {name: value for name, value in os.environ.items() if name not in PINS}
-    ran = subprocess.run(
-        command, env=env | pinned | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True
-    )
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("[")]
-    if ran.returncode == 0 and lines:
-        seconds: list[float] = json.loads(lines[0])
-        return seconds
-    if who == THEIRS and ("ModuleNotFoundError" in ran.stderr or "No module named" in ran.stderr):
-        return None
-    raise SystemExit(f"{who}, {way}:\n{ran.stdout}{ran.stderr}")
+    return {"seconds": seconds[4:]}
 
 
 def main() -> None:
@@ -267,34 +240,23 @@ def main() -> None:
     parser.add_argument(
         "--ways", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}, with commas (all)"
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each (3)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each turn (10)")
-    parser.add_argument(
-        "--precision", default="float32", choices=("float32", "bf16"), help="(float32)"
-    )
-    parser.add_argument(
-        "--peers-python", default=sys.executable, help="the Python that has PyTorch (this one)"
-    )
-    parser.add_argument("--take", nargs=2, help=argparse.SUPPRESS)
+    turn.add_options(parser)
     options = parser.parse_args()
     if options.take:
-        taken = json.dumps(take(*options.take, options))
-        ranks = [os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")]
-        if {*ranks} == {"0"}:
-            print(taken, flush=True)
-        if options.take[1] == THEIRS:
-            sys.modules["torch"].distributed.barrier()
-            os._exit(0)  # gloo's threads abort an ordinary end now and then
+        turn.tell(take(*options.take, options), options.take[1] == THEIRS)
         return
     field = (OURS, JIT, THEIRS)
     print(f"| ms, {options.precision} | {' | '.join(field)} | PyTorch / nnmpi | with jit |")
     print("|---" * (len(field) + 3) + "|")
     for way in options.ways.split(","):
-        turns = [{who: start(way, who, options) for who in field} for _ in range(options.rounds)]
+        turns = [
+            {who: turn.start(__file__, (way, who), who != THEIRS, options, RANKS) for who in field}
+            for _ in range(options.rounds)
+        ]
         medians = {
-            who: 1e3 * statistics.median(s for turn in turns for s in turn[who] or [])
+            who: 1e3 * statistics.median(s for one in taken for s in one["seconds"])
             for who in field
-            if turns[0][who]
+            if (taken := [one[who] for one in turns if one[who]])
         }
         cells = [f"{medians[who]:.0f}" if who in medians else "-" for who in field]
         theirs = medians.get(THEIRS)

@@ -21,11 +21,9 @@ In bf16 nnmpi has `use_precision("bf16")`, and PyTorch `autocast`; JAX has no su
 """
 
 import argparse
-import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +34,7 @@ from typing import Any
 # the checkout, so that the modules here have their full names
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.training import models  # noqa: E402
-from benchmarks.training.contestants import PINS  # noqa: E402
+from benchmarks.training import models, turn  # noqa: E402
 
 OURS, JAX = ("nnmpi", "nnmpi, jit"), "JAX"
 EAGER = ("PyTorch", "PyTorch, channels_last")
@@ -168,30 +165,9 @@ def take(name: str, who: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Give a contestant its turn; return what rank 0 took, or None where it is not installed."""
-    python = sys.executable if who in OURS else options.peers_python
-    words = [__file__, "--take", name, who]
-    words += ["--steps", str(options.steps), "--ranks", str(options.ranks)]
-    words += ["--precision", options.precision]
-    command, ranks = [python, *words], str(options.ranks)
-    if options.ranks > 1 and who in OURS:
-        command = [os.environ.get("NNMPI_MPIRUN", "mpirun"), "-n", ranks, *command]
-    elif options.ranks > 1:
-        command = [python, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", ranks, *words]
-    threads = {f"{library}_NUM_THREADS": options.threads for library in ("OMP", "OPENBLAS", "MKL")}
-    # XLA's pool and gloo's device
-    threads |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "GLOO_SOCKET_IFNAME": "lo"}
-    env = {name: value for name, value in os.environ.items() if name not in PINS} | threads
-    ran = subprocess.run(command, env=env, capture_output=True, text=True)
-    if ran.returncode == 0:
-        result: dict[str, Any] = json.loads(
-            next(line for line in ran.stdout.splitlines() if line.startswith("{"))
-        )
-        return result
-    if who in OURS or "ModuleNotFoundError" not in ran.stderr:
-        raise SystemExit(f"{who} on {name}:\n{ran.stderr}")
-    return None
+    """Give a contestant its turn, see `turn.start`."""
+    words, ranks = ["--ranks", str(options.ranks)], options.ranks
+    return turn.start(__file__, (name, who), who in OURS, options, ranks, options.threads, words)
 
 
 def main() -> None:
@@ -202,28 +178,13 @@ def main() -> None:
     parser.add_argument(
         "--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}, with commas (all)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="turns of each contestant (3)"
-    )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each turn (10)")
+    turn.add_options(parser)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel (1)")
-    parser.add_argument(
-        "--precision", default="float32", choices=("float32", "bf16"), help="(float32)"
-    )
     parser.add_argument("--threads", default="1", metavar="N", help="of each rank (1)")
-    parser.add_argument(
-        "--peers-python", default=sys.executable, help="the Python that has the peers (this one)"
-    )
-    parser.add_argument("--take", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.take:
-        taken = json.dumps(take(*options.take, options))
-        ranks = [os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")]
-        if {*ranks} == {"0"}:
-            print(taken, flush=True)
-        if options.ranks > 1 and options.take[1] in EAGER:
-            sys.modules["torch"].distributed.barrier()
-            os._exit(0)  # gloo's threads abort an ordinary end now and then
+        is_gloo = options.ranks > 1 and options.take[1] in EAGER
+        turn.tell(take(*options.take, options), is_gloo)
         return
     contestants = (*OURS, *EAGER, *(COMPILED if options.ranks == 1 else ()))
     columns = ("model", *contestants, "fastest peer / nnmpi", "with jit", "MB", "jit", "PyTorch")
@@ -235,9 +196,9 @@ def main() -> None:
         turns = [{who: start(name, who, options) for who in field} for _ in range(options.rounds)]
         medians, peaks = {}, {}
         for who in field:
-            if taken := [turn[who] for turn in turns if turn[who]]:
-                medians[who] = 1e3 * statistics.median(s for turn in taken for s in turn["seconds"])
-                peaks[who] = max(turn["peak_mb"] for turn in taken)
+            if taken := [one[who] for one in turns if one[who]]:
+                medians[who] = 1e3 * statistics.median(s for one in taken for s in one["seconds"])
+                peaks[who] = max(one["peak_mb"] for one in taken)
         cells = [f"{medians[who]:.1f}" if who in medians else "-" for who in contestants]
         peers = [medians[who] for who in contestants[2:] if who in medians]
         cells += [f"{min(peers) / medians[who]:.2f}" if peers else "-" for who in OURS]
