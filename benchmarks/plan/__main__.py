@@ -69,7 +69,7 @@ def measure(words, count, rounds, group, say=str):
     config = workload.config
     with computing(config):
         network = find_network(group, say, group.size)
-        profile, _ = find_profile(workload, group, group.size, say, again=True)
+        profile, _ = find_profile(workload, group, group.size, say, remeasure=True)
         group.fit = network.fit
         pricer = workload.pricer(profile, network)
         chosen = spread(plan(pricer, count=10**6).best, count)
@@ -183,14 +183,14 @@ def main():
     say = partial(print, file=sys.stderr, flush=True) if group.is_root else str
     for name, words in (CASES if not given.check else {"": SMALL}).items():
         if given.replay is None and name.startswith(given.only):
-            arguments = words, *((4, 1) if given.check else (given.layouts, given.rounds))
+            count, rounds = (4, 1) if given.check else (given.layouts, given.rounds)
             if given.simulate is None:
-                result.append(measure(*arguments, group, say))
+                result.append(measure(words, count, rounds, group, say))
             else:
                 machine = parse_network(
                     "alpha_us=20,gbit=10,inside_gbit=80", given.simulate, given.simulate // NODES
                 )
-                call = partial(measure, *arguments)
+                call = partial(measure, words, count, rounds)
                 result.append(simulate(call, given.simulate, machine)[0])
     alone = group.split(group.rank)
     if not group.is_root:

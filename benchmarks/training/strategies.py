@@ -243,7 +243,8 @@ def main() -> None:
     turn.add_options(parser)
     options = parser.parse_args()
     if options.take:
-        turn.tell(take(*options.take, options), options.take[1] == THEIRS)
+        way, who = options.take
+        turn.tell(take(way, who, options), who == THEIRS)
         return
     field = (OURS, JIT, THEIRS)
     print(f"| ms, {options.precision} | {' | '.join(field)} | PyTorch / nnmpi | with jit |")

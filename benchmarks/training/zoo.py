@@ -183,8 +183,8 @@ def main() -> None:
     parser.add_argument("--threads", default="1", metavar="N", help="of each rank (1)")
     options = parser.parse_args()
     if options.take:
-        is_gloo = options.ranks > 1 and options.take[1] in EAGER
-        turn.tell(take(*options.take, options), is_gloo)
+        name, who = options.take
+        turn.tell(take(name, who, options), options.ranks > 1 and who in EAGER)
         return
     contestants = (*OURS, *EAGER, *(COMPILED if options.ranks == 1 else ()))
     columns = ("model", *contestants, "fastest peer / nnmpi", "with jit", "MB", "jit", "PyTorch")

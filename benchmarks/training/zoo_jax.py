@@ -29,6 +29,10 @@ class Module:
         self.s: dict[str, Any] = {}
         Module.made.append(self)
 
+    def forward(self, x: Any) -> Any:
+        """Return the layer's output."""
+        raise NotImplementedError
+
     def __call__(self, x: Any) -> Any:
         return self.forward(x)
 
@@ -266,7 +270,7 @@ def make_step(model: Module, x: Any, y: Any) -> Callable[[], object]:
         )
         flat, tree = jax.tree.flatten(params)
         parts = zip(flat, jax.tree.leaves(grads), *map(jax.tree.leaves, moments), strict=True)
-        new = [update(*part, t + 1.0) for part in parts]
+        new = [update(w, g, m, v, t + 1.0) for w, g, m, v in parts]
         params, *moments = (tree.unflatten(column) for column in zip(*new, strict=True))
         return params, moments, states, t + 1, loss
 
