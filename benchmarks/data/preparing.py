@@ -199,8 +199,8 @@ def main() -> None:
             bound = size + all_small * 1.05
             print(
                 f"{size} MB: {private - small:+.0f} MB private to a rank (at most {GROWTH_MB}),"
-                f" {together:.0f} MB together (at most {bound:.0f}; {together - all_few:.0f} more than"
-                f" with {FEW_MB} MB)"
+                f" {together:.0f} MB together (at most {bound:.0f};"
+                f" {together - all_few:.0f} more than with {FEW_MB} MB)"
             )
             is_grown = private - small > GROWTH_MB or together > bound + RANKS * GROWTH_MB
             if options.check and is_grown:
