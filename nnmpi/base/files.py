@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
-from itertools import repeat
+from itertools import chain, groupby, repeat
 from math import isfinite
 from pathlib import Path, PosixPath
 from sys import float_info
@@ -50,6 +50,7 @@ UNPACKED, UNPACKED_BYTES = 100, 2**28
 TEXT, TEXT_BYTES = 30, 2**23
 PROBED = 2**20  # bytes of a packed text that may be parsed before all of it is measured
 LINE = 2**28  # most characters of a line; text8, a corpus, is one line of 10**8
+BLOCK_CHARACTERS = 2**19  # of a text that are read at once
 DOTS = 10_000  # of a TOML file: a key of 16,000 names in dots takes tomllib 1 GB and 4 s
 BLANK_LINES = 2**20  # most blank lines between two others
 JSON_BYTES = 2**26  # most bytes of a JSON value, which takes up to forty times as much memory
@@ -724,10 +725,20 @@ def opened(path: Path, is_text: bool = False) -> Iterator[io.BufferedReader]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 text, plain or .gz, each with its newline.
 
+    Raises:
+        DataError: see `read_line_blocks`.
+    """
+    return chain.from_iterable(read_line_blocks(path))
+
+
+def read_line_blocks(path: Path, newline: str | None = None) -> Iterator[list[str]]:
+    """Yield the lines of a UTF-8 text, plain or .gz, each with its newline, many at once.
+
     Args:
+        path: of the file.
         newline: what ends a line, as for `open`; "" keeps its ends as they are.
 
     Raises:
@@ -741,17 +752,21 @@ def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
         ):
             if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
-            while line := text.readline(LINE + 1):
-                blank = blank + 1 if line.isspace() else 0
-                if len(line) > LINE:
+            while characters := text.read(BLOCK_CHARACTERS):
+                characters += text.readline(LINE + 1)
+                lines = io.StringIO(characters, newline="").readlines()
+                if max(map(len, lines)) > LINE:
                     raise DataError(
                         f"{path} has a line of more than {LINE:,} characters; divide it"
                     )
-                if blank > BLANK_LINES:
-                    raise DataError(
-                        f"{path} has more than {BLANK_LINES:,} blank lines in a row; remove them"
-                    )
-                yield line
+                for is_blank, run in groupby(map(str.isspace, lines)):
+                    blank = blank + len([*run]) if is_blank else 0
+                    if blank > BLANK_LINES:
+                        raise DataError(
+                            f"{path} has more than {BLANK_LINES:,} blank lines in a row; remove"
+                            " them"
+                        )
+                yield lines
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason}); convert it") from error
 

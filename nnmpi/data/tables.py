@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from math import nan, prod
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
-from nnmpi.base.files import read_lines
+from nnmpi.base.files import read_line_blocks
 from nnmpi.data.cells import (
     BOOLS,
     MARKS,
@@ -78,7 +78,6 @@ NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 # The second line of a table of Orange's names the kinds of its columns.
 ORANGE_KINDS = frozenset(["c", "d", "s", "t", "continuous", "discrete", "string", "time"])
 MOST_ADVISED = 20  # columns to leave out, in a sentence
-BLOCK_LINES = 4096  # that are read at once
 UNREAD = "nan"  # in place of a cell that is not read as a number
 
 
@@ -179,19 +178,25 @@ def _what_csv_says(error: csv.Error) -> str:
 
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a table, with their ends."""
+    return chain.from_iterable(_line_blocks(path))
+
+
+def _line_blocks(path: Path) -> Iterator[list[str]]:
+    """Yield the lines of a table, with their ends, many at once."""
     ends_with_return = None
     try:
-        for line in read_lines(path, newline=""):
-            if "\0" in line:
+        for lines in read_line_blocks(path, newline=""):
+            text = "".join(lines)
+            if "\0" in text:
                 raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
-            if line.endswith("\r") and ends_with_return is False:
+            if ends_with_return is None:
+                ends_with_return = lines[0].endswith("\r")
+            if not ends_with_return and text.count("\r") > text.count("\r\n"):
                 raise DataError(
                     f"{path} has a carriage return within a line, which may or may not end it;"
                     " remove it"
                 )
-            if ends_with_return is None:
-                ends_with_return = line.endswith("\r")
-            yield line
+            yield lines
     except DataError as error:
         if not isinstance(error.__cause__, UnicodeDecodeError):
             raise
@@ -276,11 +281,17 @@ class CellRows:
         if not isinstance(self.source, Path) or self.is_typed or self.width == 1:
             yield _Block([], self.read)
             return
-        before = 0 if self.header is None else self.line
-        lines = islice(_lines(self.source), before, None)
-        while block := [*islice(lines, BLOCK_LINES)]:
+        before, blocks = 0, _line_blocks(self.source)
+        header_lines = 0 if self.header is None else self.line
+        for block in blocks:
+            if before < header_lines:
+                skipped = min(header_lines - before, len(block))
+                block, before = block[skipped:], before + skipped
+            if not block:
+                continue
             # a cell between quotation marks may go on in the next block
-            rest = chain(block, lines) if any('"' in line for line in block) else iter(block)
+            is_quoted = '"' in "".join(block)
+            rest = chain(block, chain.from_iterable(blocks)) if is_quoted else iter(block)
             is_named = self.header is not None
             cells = partial(
                 _cells_in, self.source, rest, self.separator, is_named, self.width, before
@@ -791,7 +802,14 @@ def _read_plain(
         return False
     if finds_mark and separator != "," and "." not in read.shown and ("." in text or "," in text):
         return False
-    if any(line.count(separator) != rows.width - 1 for line in block.lines):
+    characters = np.frombuffer(text.encode("ascii"), np.uint8)
+    ends = np.flatnonzero(characters == ord("\n"))
+    if len(ends) + (not text.endswith("\n")) != len(block.lines):
+        return False  # lines that end with a carriage return
+    separators = np.flatnonzero(characters == ord(separator))
+    before = np.searchsorted(separators, ends)  # separators before each line's end
+    widths = np.diff(before, prepend=0, append=len(separators))[: len(block.lines)] + 1
+    if np.any(widths != rows.width):
         return False
     labels = [""] * len(block.lines)
     if target == rows.width - 1:

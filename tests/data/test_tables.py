@@ -728,3 +728,35 @@ def test_ten_times_the_file_costs_ten_times_the_calls_and_memory(tmp_path, kind)
         results.append((calls, peak))
     (calls, peak), (more_calls, more) = results
     assert more_calls < 12 * calls + 1000 and more < 14 * peak + 10**6
+
+
+# ---- blocks of lines ----
+
+NUMBERS = "".join(f"{i}.5,{i % 3},{'ab'[i % 2]}\n" for i in range(40))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "u,v,k\n" + NUMBERS,
+        '"u\n1",v,k\n' + NUMBERS,
+        "u,v,k\n" + NUMBERS + '"7","1","a\nb"\n' + NUMBERS,
+        "\n\nu,v,k\n" + NUMBERS + "\n" + NUMBERS.rstrip("\n"),
+    ],
+    ids=["plain", "header of two lines", "cells of two lines", "blank lines"],
+)
+def test_where_blocks_of_lines_end_changes_nothing(tmp_path, monkeypatch, text, end):
+    text = text.replace("\n", end)
+    whole = read_table(write(tmp_path, text))
+    for characters in (1, 7, 64):
+        monkeypatch.setattr("nnmpi.base.files.BLOCK_CHARACTERS", characters)
+        small = read_table(tmp_path / "t.csv")
+        assert small.lines == whole.lines and small.labels == whole.labels
+        np.testing.assert_array_equal(small.features, whole.features)
+
+
+@pytest.mark.parametrize("row", ["1,2,3,a", "1,a"])
+def test_two_wrong_lengths_do_not_make_a_right_one(tmp_path, row):
+    text = "u,v,k\n" + NUMBERS + row + "\n" + ("1,a\n" if row.count(",") == 3 else "1,2,3,a\n")
+    refused(tmp_path, f"line 42: {row.count(',') + 1} cells", text)
