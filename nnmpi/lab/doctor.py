@@ -111,105 +111,165 @@ class Diagnosis:
         )
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What the files of a run say.
+
+    Attributes:
+        folder: of the run.
+        code: the user's code that it names.
+        checkpoint: its last complete one.
+        starts, faults, records: the readable lines of its files.
+        notices: what cannot be read.
+    """
+
+    folder: RunFolder
+    code: str
+    checkpoint: Checkpoint | None
+    starts: Sequence[Start]
+    faults: Sequence[tuple[int, str]]
+    records: Sequence[Mapping[str, Any]]
+    notices: Sequence[str]
+
+    @property
+    def step(self) -> int:
+        """The checkpoint's step."""
+        known = 0 if self.checkpoint is None else self.checkpoint.values.get("step")
+        return known if isinstance(known, int) else 0
+
+    @property
+    def reached(self) -> int:
+        """The last step of which there are metrics."""
+        return max((item["global_step"] for item in self.records), default=0)
+
+    @property
+    def trust(self) -> str:
+        """What is said of code: whether it may be executed is the user's decision."""
+        return f" (and --trust, which executes {self.code})" if self.code else ""
+
+    @property
+    def command(self) -> str:
+        """The command that goes on.
+
+        The user will paste it, and the folder may come from someone else: so its values are checked
+        and quoted.
+        """
+        ranks = self.starts[-1].ranks if self.starts else 1
+        return f"nnmpi run -n {ranks} -- {resume_words(self.folder.path)}"
+
+    @property
+    def resume(self) -> str:
+        """The advice to go on."""
+        if self.checkpoint is None and steps(self.folder.checkpoints):
+            return (
+                "no checkpoint is complete: restore one from a copy, or start a new run with"
+                " another --out"
+            )
+        return f"continue with: {self.command}{self.trust}"
+
+    @property
+    def loses(self) -> str:
+        """What is said of the steps that are not saved."""
+        lost = self.reached - self.step
+        if lost <= 0:
+            return ""
+        return f"; the {lost} steps since the checkpoint of step {self.step} are done again"
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """It in lines."""
+        started = "never started"
+        if self.starts:
+            last, times = self.starts[-1], counted(len(self.starts), "time")
+            where = f"{counted(last.ranks, 'rank')} on {shortened(last.host)}"
+            started = f"started {times}, last at {shortened(last.time)}: {where}"
+        saved = "no complete checkpoint"
+        if self.checkpoint is not None:
+            saved = f"last good checkpoint: step {self.step}, in {self.checkpoint.folder}"
+        return (
+            started,
+            f"metrics reach step {self.reached}" if self.records else "no metrics",
+            saved,
+            *self.notices,
+            *(f"start {start}: {fault}" for start, fault in self.faults[-5:]),
+        )
+
+
 def diagnose(path: Path) -> Diagnosis:
     """Diagnose the run in a folder.
 
     Raises:
         UsageError: for a folder without a run.
     """
-    code = code_of(read_run(path, str(path)))
-    folder = RunFolder(path)
-    checkpoint, step, notices = None, 0, []
+    evidence = read_evidence(path)
+    return Diagnosis(*_judge(evidence), evidence.facts)
+
+
+def read_evidence(path: Path) -> Evidence:
+    """Read the files of a run, as far as they can be read.
+
+    Raises:
+        UsageError: for a folder without a run.
+    """
+    code, folder = code_of(read_run(path, str(path))), RunFolder(path)
+    checkpoint, notices = None, list[str]()
     try:
         checkpoint = load_checkpoint(folder.checkpoints)
     except (CheckpointError, OSError) as error:
-        notices = [str(error)]
+        notices.append(str(error))
     if checkpoint is not None:
-        notices, known = list(checkpoint.notices), checkpoint.values.get("step")
-        step = known if isinstance(known, int) else 0
+        notices += checkpoint.notices
     starts = _readable(folder.starts, partial(rebuilt, Start), notices)
     faults = _readable(folder.faults, _fault, notices)
     records = _readable(folder.metrics, checked_record, notices)
-    reached = max((item["global_step"] for item in records), default=0)
-    started = "never started"
-    if starts:
-        last = starts[-1]
-        times, ranks = counted(len(starts), "time"), counted(last.ranks, "rank")
-        where = f"{ranks} on {shortened(last.host)}"
-        started = f"started {times}, last at {shortened(last.time)}: {where}"
-    facts = (
-        started,
-        f"metrics reach step {reached}" if records else "no metrics",
-        (
-            f"last good checkpoint: step {step}, in {checkpoint.folder}"
-            if checkpoint
-            else "no complete checkpoint"
-        ),
-        *notices,
-        *(f"start {start}: {fault}" for start, fault in faults[-5:]),
-    )
+    return Evidence(folder, code, checkpoint, starts, faults, records, notices)
 
-    # whether the code may be executed is the user's decision, not the diagnosis's
-    trust = f" (and --trust, which executes {code})" if code else ""
 
-    def judge() -> tuple[str, str]:
-        """Return what happened, and the advice."""
-        # The user will paste this command, and the folder may come from someone else: so its values
-        # are checked and quoted.
-        ranks = starts[-1].ranks if starts else 1
-        command = f"nnmpi run -n {ranks} -- {resume_words(path)}"
-        resume = f"continue with: {command}{trust}"
-        if checkpoint is None and steps(folder.checkpoints):
-            resume = (
-                "no checkpoint is complete: restore one from a copy, or start a new run with"
-                " another --out"
-            )
-        loses = (
-            f"; the {reached - step} steps since the checkpoint of step {step} are done again"
-            if reached > step
-            else ""
+def _judge(evidence: Evidence) -> tuple[str, str]:
+    """Return what happened, and the advice."""
+    folder = evidence.folder
+    if is_locked(folder.path):
+        return (
+            f"The run is still going; it is at step {evidence.reached} or later.",
+            "wait, or watch its metrics.jsonl",
         )
-        if is_locked(path):
-            return (
-                f"The run is still going; it is at step {reached} or later.",
-                "wait, or watch its metrics.jsonl",
-            )
-        if folder.finished.exists():
-            return _judge_end(folder, checkpoint, trust)
-        flight = _flight(folder)
-        if flight is not None:
-            happened, record = flight
-            return (
-                f"The run stood still and was ended: {happened}",
-                f"read the stacks in {record}, then {resume}{loses}",
-            )
-        trained = [item for item in records if item.get("kind") == "train"]
-        if trained and trained[-1].get("loss", 0.0) is None:
-            return (
-                f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
-                (
-                    "continue with a smaller --lr, or --clip, from an earlier checkpoint:"
-                    f" {command} --lr ...{trust}"
-                ),
-            )
-        said = _last_words(folder.console)
-        why = "it gave no reason (killed, or out of memory or time)"
-        if said:
-            why, resume = f"its last words were: {said}", f"mend that, and {resume}"
-        if faults and _written(folder.faults) >= _written(folder.starts):
-            why = f"its supervisor saw: {faults[-1][1]}"
-        if not starts:
-            return (
-                "The run ended while it was set up, before its first step.",
-                f"read what it printed; {resume}",
-            )
-        if not records and checkpoint is None:
-            return f"The run came up and ended before a line of metrics was written; {why}.", resume
-        if reached == step:
-            return f"The run ended after step {step}, which is saved; it is not finished.", resume
-        return f"The run ended at about step {reached}; {why}.", f"{resume}{loses}"
+    if folder.finished.exists():
+        return _judge_end(folder, evidence.checkpoint, evidence.trust)
+    if (flight := _flight(folder)) is not None:
+        happened, record = flight
+        return (
+            f"The run stood still and was ended: {happened}",
+            f"read the stacks in {record}, then {evidence.resume}{evidence.loses}",
+        )
+    trained = [item for item in evidence.records if item.get("kind") == "train"]
+    if trained and trained[-1].get("loss", 0.0) is None:
+        return (
+            f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
+            "continue with a smaller --lr, or --clip, from an earlier checkpoint:"
+            f" {evidence.command} --lr ...{evidence.trust}",
+        )
+    return _judge_stop(evidence)
 
-    return Diagnosis(*judge(), facts)
+
+def _judge_stop(evidence: Evidence) -> tuple[str, str]:
+    """Diagnose a run that ended without a word in its own files of why."""
+    folder, resume = evidence.folder, evidence.resume
+    why = "it gave no reason (killed, or out of memory or time)"
+    if said := _last_words(folder.console):
+        why, resume = f"its last words were: {said}", f"mend that, and {resume}"
+    if evidence.faults and _written(folder.faults) >= _written(folder.starts):
+        why = f"its supervisor saw: {evidence.faults[-1][1]}"
+    if not evidence.starts:
+        return (
+            "The run ended while it was set up, before its first step.",
+            f"read what it printed; {resume}",
+        )
+    if not evidence.records and evidence.checkpoint is None:
+        return f"The run came up and ended before a line of metrics was written; {why}.", resume
+    reached = evidence.reached
+    if reached == evidence.step:
+        return f"The run ended after step {reached}, which is saved; it is not finished.", resume
+    return f"The run ended at about step {reached}; {why}.", f"{resume}{evidence.loses}"
 
 
 def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None, trust: str) -> tuple[str, str]:
