@@ -35,7 +35,8 @@ from nnmpi.teaching.mpi_front.requests import Message, Request
 
 TICK_S = 1e-7  # simulated seconds of a call of Wtime, so that no two times are equal
 VERSION, LIBRARY = (4, 1), "nnmpi, simulated ranks"
-_LEVELS = ["THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE"]
+_LEVEL_NAMES = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+LEVELS = {name: number for number, name in enumerate(_LEVEL_NAMES)}
 _KEYS = {"TAG_UB": 2**31 - 1, "HOST": handles.PROC_NULL, "IO": handles.ANY, "WTIME_IS_GLOBAL": 1}
 _SAME = {
     handles: "ANY_SOURCE ANY_TAG PROC_NULL ROOT UNDEFINED IDENT CONGRUENT SIMILAR UNEQUAL Group"
@@ -173,27 +174,56 @@ class Life:
         self.is_over = True
 
 
+# what is the same on all ranks and in all runs
+_CONSTANTS = {
+    **{
+        name: getattr(module, name if hasattr(module, name) else f"Front{name}")
+        for module, all_ in _SAME.items()
+        for name in all_.split()
+    },
+    **DATATYPES,
+    **OPS,
+    **{name: number for number, name in enumerate(ERRORS)},
+    **LEVELS,
+    **{name: number for number, name in enumerate([*_KEYS, "APPNUM", "UNIVERSE_SIZE"])},
+    "memory": buffer,
+    "Pickle": Pickle,
+    "ERRORS_RETURN": "ERRORS_RETURN",
+    "ERRORS_ARE_FATAL": "ERRORS_ARE_FATAL",
+    "KEYVAL_INVALID": -1,
+    "ORDER_C": 0,
+    "ORDER_FORTRAN": 1,
+    "ORDER_F": 1,
+    "COMM_TYPE_SHARED": communicators.SHARED,
+    "COMM_TYPE_HW_UNGUIDED": communicators.HW_UNGUIDED,
+    "COMM_TYPE_HW_GUIDED": communicators.HW_GUIDED,
+    "COMM_TYPE_RESOURCE_GUIDED": communicators.RESOURCE_GUIDED,
+    "BSEND_OVERHEAD": 128,
+    "MAX_PROCESSOR_NAME": 256,
+    "VERSION": VERSION[0],
+    "SUBVERSION": VERSION[1],
+    "Wtick": lambda: TICK_S,
+    "Get_version": lambda: VERSION,
+    "Get_library_version": lambda: LIBRARY,
+    "get_vendor": lambda: ("nnmpi", (0, 0, 0)),
+    "Get_processor_name": platform.node,
+    "Get_address": lambda buf: datatypes.find_bytes(buf)[0].__array_interface__["data"][0],
+    "Get_error_string": lambda code: f"MPI_{ERRORS[find_class(code)]}",
+    "Get_error_class": find_class,
+    "Alloc_mem": allocate,
+    "Free_mem": buffer.release,
+    "Attach_buffer": communicators.attach,
+    "Detach_buffer": communicators.detach,
+    "Flush_buffer": lambda: None,
+    "Compute_dims": find_dims,
+    "Pcontrol": lambda level: None,
+}
+
+
 def make_modules(wire: Any) -> dict[str, ModuleType]:
     """Return a rank's replacements for mpi4py's modules, by name."""
-
-    def wtime():
-        wire.world.sleep(TICK_S)
-        return wire.world.now()
-
-    def is_main():
-        return threading.current_thread() is main
-
-    rank, main = wire._local, threading.current_thread()
-    alone = Wire(wire._board, wire.world, rank, [rank.number], -1 - 2 * rank.number)
-    wire.name, alone.name = "MPI_COMM_WORLD", "MPI_COMM_SELF"
     mpi, package, settings = ModuleType("mpi4py.MPI"), ModuleType("mpi4py"), Settings("mpi4py.rc")
     vars(settings).update(_SETTINGS)
-    life = Life(settings, wire.barrier)
-
-    def begin(required=0):
-        life.begin()
-        return levels["THREAD_FUNNELED"]
-
     installed = PathFinder.find_spec("mpi4py")
     vars(package).update(
         MPI=mpi,
@@ -203,79 +233,69 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         __version__="4.1.2",
         __getattr__=partial(refuse, package),
     )
-    levels = {name: number for number, name in enumerate(_LEVELS)}
-    vars(mpi).update(
-        {
-            name: getattr(module, name if hasattr(module, name) else f"Front{name}")
-            for module, all_ in _SAME.items()
-            for name in all_.split()
-        },
-        **DATATYPES,
-        **OPS,
-        **{name: number for number, name in enumerate(ERRORS)},
-        **levels,
-        **{name: number for number, name in enumerate([*_KEYS, "APPNUM", "UNIVERSE_SIZE"])},
-        _attributes=dict(enumerate([*_KEYS.values(), None, wire.size])),
-        _handles=[None],
-        _attached=None,
-        memory=buffer,
-        pickle=Pickle(),
-        Pickle=Pickle,
-        # what mpi4py.util.pkl5 takes of mpi4py
-        _comm_lock=lambda comm, name: nullcontext(),
-        _commctx_intra=lambda comm: (Intracomm._of(comm._wire.shadow()), 0),
-        _commctx_inter=lambda comm: refuse(mpi, "Intercomm.Create"),
-        COMM_WORLD=Intracomm._of(wire),
-        COMM_SELF=Intracomm._of(alone),
-        COMM_NULL=Intracomm(),
-        REQUEST_NULL=Request(),
-        MESSAGE_NULL=Message(),
-        MESSAGE_NO_PROC=Message._of((wire, None)),
-        GROUP_NULL=FrontGroup(),
-        GROUP_EMPTY=FrontGroup._made(()),
-        INFO_NULL=Info(),
-        WIN_NULL=windows.Win(),
-        _typedict={item.tocode(): item for item in reversed(DATATYPES.values())},
-        OP_NULL=Op(),
-        DATATYPE_NULL=Datatype(),
-        ERRORS_RETURN="ERRORS_RETURN",
-        ERRORS_ARE_FATAL="ERRORS_ARE_FATAL",
-        KEYVAL_INVALID=-1,
-        ORDER_C=0,
-        ORDER_FORTRAN=1,
-        ORDER_F=1,
-        COMM_TYPE_SHARED=communicators.SHARED,
-        COMM_TYPE_HW_UNGUIDED=communicators.HW_UNGUIDED,
-        COMM_TYPE_HW_GUIDED=communicators.HW_GUIDED,
-        COMM_TYPE_RESOURCE_GUIDED=communicators.RESOURCE_GUIDED,
-        BSEND_OVERHEAD=128,
-        MAX_PROCESSOR_NAME=256,
-        VERSION=VERSION[0],
-        SUBVERSION=VERSION[1],
-        Wtime=wtime,
-        Wtick=lambda: TICK_S,
-        Get_version=lambda: VERSION,
-        Get_library_version=lambda: LIBRARY,
-        get_vendor=lambda: ("nnmpi", (0, 0, 0)),
-        Get_processor_name=platform.node,
-        Init=life.begin,
-        Init_thread=begin,
-        Query_thread=lambda: levels["THREAD_FUNNELED"],
-        Is_thread_main=is_main,
-        Is_initialized=life.is_begun,
-        Is_finalized=lambda: life.is_over,
-        Finalize=life.end,
-        Get_address=lambda buf: datatypes.find_bytes(buf)[0].__array_interface__["data"][0],
-        Get_error_string=lambda code: f"MPI_{ERRORS[find_class(code)]}",
-        Get_error_class=find_class,
-        Alloc_mem=allocate,
-        Free_mem=buffer.release,
-        Attach_buffer=communicators.attach,
-        Detach_buffer=communicators.detach,
-        Flush_buffer=lambda: None,
-        Iflush_buffer=lambda: mpi.COMM_SELF.Iflush_buffer(),
-        Compute_dims=find_dims,
-        Pcontrol=lambda level: None,
-        __getattr__=partial(refuse, mpi),
-    )
+    vars(mpi).update(_CONSTANTS)
+    vars(mpi).update(_objects(wire))
+    vars(mpi).update(_functions(wire, mpi, Life(settings, wire.barrier)))
     return {"mpi4py": package, "mpi4py.MPI": mpi, "mpi4py.rc": settings}
+
+
+def _objects(wire: Any) -> dict[str, Any]:
+    """Return the objects of mpi4py.MPI that a rank has for itself: what it changes is its own."""
+    rank = wire._local
+    alone = Wire(wire._board, wire.world, rank, [rank.number], -1 - 2 * rank.number)
+    wire.name, alone.name = "MPI_COMM_WORLD", "MPI_COMM_SELF"
+    return {
+        "_attributes": dict(enumerate([*_KEYS.values(), None, wire.size])),
+        "_handles": [None],
+        "_attached": None,
+        "pickle": Pickle(),
+        "COMM_WORLD": Intracomm._of(wire),
+        "COMM_SELF": Intracomm._of(alone),
+        "COMM_NULL": Intracomm(),
+        "REQUEST_NULL": Request(),
+        "MESSAGE_NULL": Message(),
+        "MESSAGE_NO_PROC": Message._of((wire, None)),
+        "GROUP_NULL": FrontGroup(),
+        "GROUP_EMPTY": FrontGroup._made(()),
+        "INFO_NULL": Info(),
+        "WIN_NULL": windows.Win(),
+        "OP_NULL": Op(),
+        "DATATYPE_NULL": Datatype(),
+        "_typedict": {item.tocode(): item for item in reversed(DATATYPES.values())},
+    }
+
+
+def _functions(wire: Any, mpi: ModuleType, life: Life) -> dict[str, Any]:
+    """Return the functions of mpi4py.MPI that know their rank.
+
+    Args:
+        wire: of the rank.
+        mpi: the module.
+        life: of the rank.
+    """
+    main = threading.current_thread()
+
+    def wtime():
+        wire.world.sleep(TICK_S)
+        return wire.world.now()
+
+    def begin(required=0):
+        life.begin()
+        return LEVELS["THREAD_FUNNELED"]
+
+    return {
+        "Wtime": wtime,
+        "Init": life.begin,
+        "Init_thread": begin,
+        "Query_thread": lambda: LEVELS["THREAD_FUNNELED"],
+        "Is_thread_main": lambda: threading.current_thread() is main,
+        "Is_initialized": life.is_begun,
+        "Is_finalized": lambda: life.is_over,
+        "Finalize": life.end,
+        "Iflush_buffer": lambda: mpi.COMM_SELF.Iflush_buffer(),
+        # what mpi4py.util.pkl5 takes of mpi4py
+        "_comm_lock": lambda comm, name: nullcontext(),
+        "_commctx_intra": lambda comm: (Intracomm._of(comm._wire.shadow()), 0),
+        "_commctx_inter": lambda comm: refuse(mpi, "Intercomm.Create"),
+        "__getattr__": partial(refuse, mpi),
+    }
