@@ -16,8 +16,8 @@ import sys
 import threading
 import warnings
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import module_from_spec
 from operator import attrgetter
@@ -345,6 +345,112 @@ def print_error(error: BaseException) -> None:
     sys.stderr.write("".join(shown.format()))
 
 
+def _compiled(program: Path) -> Any:
+    """Return a program's code.
+
+    Raises:
+        UsageError: for a file that cannot be read.
+        SystemExit: for one that is not Python; its error is printed.
+    """
+    try:
+        with raised_as(UsageError, f"{program} cannot be read"):
+            check_ordinary(program)
+            return compile(program.read_bytes(), program, "exec")
+    except SyntaxError as error:
+        print_exception(error.with_traceback(None))
+        raise SystemExit(1) from None
+
+
+def _is_of_messages(error: BaseException | None) -> bool:
+    """Return whether an error is about the program's communication, and none of MPI's own."""
+    return isinstance(error, CommError) and not isinstance(error, MpiError)
+
+
+class _ProgramRanks:
+    """The ranks of one run of a program: what each does, and how it ends.
+
+    Args:
+        program, code: its file, and what `_compiled` made of it.
+        board: of the ranks' messages.
+        interpreter: of the ranks.
+
+    Attributes:
+        endings: exits of ranks with a status that is not 0.
+        of_threads: errors of threads that ranks have started.
+    """
+
+    def __init__(
+        self, program: Path, code: Any, board: ProgramBoard, interpreter: Interpreter
+    ) -> None:
+        self._program, self._code = program, code
+        self._board, self._interpreter = board, interpreter
+        # of the program's world: a receive from any rank must not take nnmpi's messages
+        self._number = next(board.numbers)
+        self.endings: list[SystemExit] = []
+        self.of_threads: list[CommError] = []
+
+    def live(self, group: Group) -> None:
+        """Run the program on a rank.
+
+        Raises:
+            CommError: for a mistake in its communication.
+            SystemExit: after another exception, which is printed.
+        """
+        main = ModuleType("__main__")
+        main.__file__ = str(self._program)
+        local = self._board.scheduler.ranks[group.rank]
+        wire = Wire(self._board, group.comm.world, local, range(group.size), self._number)
+        self._board.names[self._number] = EVERYONE
+        sys.modules.update(make_modules(wire), __main__=main)
+        try:
+            self._execute(group.rank, vars(main))
+        except Exception as error:
+            if _is_of_messages(error):
+                raise
+            print_error(error)
+            seed = self._board.scheduler.seed
+            print(f"(on rank {group.rank} of {group.size}, with seed {seed})", file=sys.stderr)
+            raise SystemExit(1) from None
+
+    def _execute(self, rank: int, names: dict[str, Any]) -> None:
+        """Run the code, and what the program has registered for its end."""
+        board = self._board
+        try:
+            exec(self._code, names)
+        except SystemExit as ending:
+            if ending.code:
+                self.endings.append(ending)
+        sent = board.find_sent(rank)
+        self._interpreter.states[rank].at_exit()
+        late = [item for item in board.find_sent(rank) if item not in sent]
+        board.last = [*board.last, *late]
+
+    def end_thread(self, ended: threading.ExceptHookArgs) -> None:
+        """Keep the error of a thread that a rank has started, or print it."""
+        error = ended.exc_value
+        if _is_of_messages(error):
+            assert isinstance(error, CommError)
+            self.of_threads.append(error)
+        elif error is not None and not isinstance(error, Abandoned):
+            print_error(error)
+
+
+@contextmanager
+def _as_program(
+    program: Path, args: Sequence[str], modules: RankModules, end_thread: Callable[..., None]
+) -> Iterator[None]:
+    """Let the body have the arguments, modules and threads' end of a program, as `python` does."""
+    caller = sys.argv, sys.path, threading.excepthook
+    sys.argv, sys.path = [str(program), *args], [modules.folder, *sys.path]
+    sys.meta_path.insert(0, modules)
+    threading.excepthook = end_thread
+    try:
+        yield
+    finally:
+        sys.argv, sys.path, threading.excepthook = caller
+        sys.meta_path.remove(modules)
+
+
 def run_program(
     program: Path,
     args: Sequence[str],
@@ -360,13 +466,7 @@ def run_program(
         CommError: for a mistake in the program's communication.
         Exception: raised by a rank.
     """
-    try:
-        with raised_as(UsageError, f"{program} cannot be read"):
-            check_ordinary(program)
-            code = compile(program.read_bytes(), program, "exec")
-    except SyntaxError as error:
-        print_exception(error.with_traceback(None))
-        raise SystemExit(1) from None
+    code = _compiled(program)
     machine = (
         parse_network(given.network, given.ranks) if given.network else Machine.uniform(0.0, 0.0)
     )
@@ -381,61 +481,24 @@ def run_program(
     )
     scheduler.by_time &= bool(given.network)
     board = ProgramBoard(scheduler, machine)
-    board.eager_bytes, number = given.eager, next(board.numbers)
-    endings: list[SystemExit] = []
-    of_threads: list[CommError] = []  # of threads that ranks have started
-
-    def end_thread(ended: threading.ExceptHookArgs) -> None:
-        error = ended.exc_value
-        if isinstance(error, CommError) and not isinstance(error, MpiError):
-            of_threads.append(error)
-        elif error is not None and not isinstance(error, Abandoned):
-            print_error(error)
-
-    def live(group: Group) -> None:
-        main = ModuleType("__main__")
-        main.__file__ = str(program)
-        # of its own: a receive from any rank must not take nnmpi's messages
-        local, members = scheduler.ranks[group.rank], range(given.ranks)
-        wire = Wire(board, group.comm.world, local, members, number)
-        board.names[number] = EVERYONE  # the program's world
-        sys.modules.update(make_modules(wire), __main__=main)
-        try:
-            try:
-                exec(code, vars(main))
-            except SystemExit as ending:
-                if ending.code:
-                    endings.append(ending)
-            sent = board.find_sent(group.rank)
-            interpreter.states[group.rank].at_exit()
-            late = [item for item in board.find_sent(group.rank) if item not in sent]
-            board.last = [*board.last, *late]
-        except Exception as error:
-            if isinstance(error, CommError) and not isinstance(error, MpiError):
-                raise
-            print_error(error)
-            print(f"(on rank {group.rank} of {given.ranks}, with seed {seed})", file=sys.stderr)
-            raise SystemExit(1) from None
-
-    caller = sys.argv, sys.path, threading.excepthook
-    sys.argv, sys.path = [str(program), *args], [modules.folder, *sys.path]
-    sys.meta_path.insert(0, modules)
-    threading.excepthook = end_thread
+    board.eager_bytes = given.eager
+    ranks = _ProgramRanks(program, code, board, interpreter)
     try:
-        with redirect_stdout(interpreter):
+        with (
+            _as_program(program, args, modules, ranks.end_thread),
+            redirect_stdout(interpreter),
+        ):
             interpreter.begin()
             try:
-                run = play(live, board)
+                run = play(ranks.live, board)
             finally:
                 interpreter.turn(given.ranks)
     finally:
-        sys.argv, sys.path, threading.excepthook = caller
-        sys.meta_path.remove(modules)
         interpreter.finish()
-        if endings:  # instead of the deadlock of the other ranks, its consequence
-            raise endings[0]
-    if of_threads:
-        raise of_threads[0]
+        if ranks.endings:  # instead of the deadlock of the other ranks, its consequence
+            raise ranks.endings[0]
+    if ranks.of_threads:
+        raise ranks.of_threads[0]
     return run, ["".join(state.text) for state in interpreter.states]
 
 
