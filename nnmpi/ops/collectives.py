@@ -286,14 +286,83 @@ class AllToAll(Function):
         return namespace(x).concatenate(received, axis=self.axis)
 
 
-class _Known:
-    """The ranks' lengths at a recording, which its replays compare."""
+class _LengthExchange:
+    """A rank's call of a collective, and what it tells the others of it.
 
-    __slots__ = ("lengths",)
-    varies = __slots__  # see `program.compare`: other ranks' may differ, where a replay says so
+    Args:
+        name: of the collective.
+        x: this rank's tensor.
+        group: the ranks.
+        axis: of the lengths; None for a collective without one.
 
-    def __init__(self) -> None:
-        self.lengths: list[list[int]] = []
+    Attributes:
+        own: this rank's length along the axis, then those of the parts that it gives to each rank.
+        known: the ranks' lengths at a recording, which its replays compare.
+    """
+
+    varies = ("known",)  # see `program.compare`: other ranks' may differ, where a replay says so
+
+    def __init__(self, name: str, x: Tensor, group: Group, axis: int | None) -> None:
+        self._name, self._group, self._shape, self._fault = name, group, x.shape, ""
+        self._needs_grad = x.requires_grad if grad_enabled() else None
+        self._what, self._others = [name, str(x.dtype)], list(x.shape)
+        self.own, self.known = [0], list[list[int]]()
+        if axis is not None:
+            try:
+                at = range(x.ndim)[axis]
+                self._what[0], self.own = f"{name} along axis {at}", [self._others.pop(at)]
+            except (IndexError, TypeError):
+                self._misses(axis, None)
+
+    def cut(self, axis: int | None, lengths: Sequence[int] | None) -> None:
+        """Add the lengths of the parts that this rank gives to each rank; None for equal ones."""
+        try:
+            parts = split(self.own[0], self._group.size)
+            self.own += map(len, parts) if lengths is None else map(index, lengths)
+        except TypeError:
+            self._misses(axis, lengths)
+
+    def _misses(self, axis: int | None, lengths: Sequence[int] | None) -> None:
+        """Note what is wrong with this rank's call, so that all ranks raise it."""
+        self._fault = self._fault or (
+            f"{self._name}: rank {self._group.rank} has {self._shape}, with no axis {axis!r}, or"
+            f" lengths {lengths!r}; give one of its axes, and whole numbers"
+        )
+
+    def __call__(self) -> tuple[list[list[int]], bool]:
+        """Return each rank's lengths, and whether one needs a gradient. Collective.
+
+        Raises:
+            CommError, ShapeError: see `_agreed`.
+        """
+        mine = [self._fault, [*self._what, *self._others], self.own, self.known, self._needs_grad]
+        faults, calls, lengths, recorded, needs = zip(*self._group.gather(mine), strict=True)
+        for rank_fault in filter(None, faults):
+            raise ShapeError(rank_fault)
+        problems = (
+            "the ranks are in different operations",
+            "the ranks' tensors differ beyond that axis",
+        )
+        remedy = "make the same call on all ranks"
+        refuse_different([*calls], lambda number: problems[number > 0], remedy)
+        if True in needs and None in needs:
+            without, given = (
+                name_ranks([rank for rank, need in enumerate(needs) if need is kind])
+                for kind in (None, True)
+            )
+            raise CommError(
+                f"{self._name} is under nnmpi.no_grad() on {without}, but {given} needs a gradient"
+                f" from it; {remedy}"
+            )
+        now = [*lengths]
+        for before in recorded:
+            if before not in ([], now):
+                raise CommError(
+                    f"{self._name} inside a compiled step was recorded for lengths {before}, but"
+                    f" the ranks have {now}; give each call the same, or do not compile this step"
+                )
+        self.known = now
+        return now, True in needs
 
 
 def _agreed(
@@ -319,67 +388,23 @@ def _agreed(
         UsageError: for lengths in a recorded step.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
-    needed = x.requires_grad if grad_enabled() else None
     if lengths is not None:
         refuse(f"{name}'s list of lengths")
-    fault, what, local, rest = "", [name, str(x.dtype)], [0], list(x.shape)
-    known = _Known()
-    try:
-        if axis is not None:
-            at = range(x.ndim)[axis]
-            what[0], local = f"{name} along axis {at}", [rest.pop(at)]
-        if cut:
-            local += (
-                map(len, split(local[0], group.size)) if lengths is None else map(index, lengths)
-            )
-    except (IndexError, TypeError):
-        whose = f"rank {group.rank} has {x.shape}"
-        fault = (
-            f"{name}: {whose}, with no axis {axis!r}, or lengths {lengths!r}; give one of its axes,"
-            " and whole numbers"
-        )
-
-    def exchange_lengths() -> tuple[list[list[int]], bool]:
-        gathered = group.gather([fault, [*what, *rest], local, known.lengths, needed])
-        for rank_fault in filter(None, (item[0] for item in gathered)):
-            raise ShapeError(rank_fault)
-        problems = (
-            "the ranks are in different operations",
-            "the ranks' tensors differ beyond that axis",
-        )
-        refuse_different(
-            [item[1] for item in gathered],
-            lambda number: problems[number > 0],
-            "make the same call on all ranks",
-        )
-        wishes = [item[4] for item in gathered]
-        if True in wishes and None in wishes:
-            raise CommError(
-                f"{name} is under nnmpi.no_grad() on"
-                f" {name_ranks([r for r, w in enumerate(wishes) if w is None])}, but"
-                f" {name_ranks([r for r, w in enumerate(wishes) if w])} needs a gradient from it;"
-                " make the same call on all ranks"
-            )
-        now = [item[2] for item in gathered]
-        for before in (item[3] for item in gathered):
-            if before not in ([], now):
-                raise CommError(
-                    f"{name} inside a compiled step was recorded for lengths {before}, but the"
-                    f" ranks have {now}; give each call the same, or do not compile this step"
-                )
-        known.lengths = now
-        return now, True in wishes
-
-    by_rank, is_needed = call(exchange_lengths)
+    exchange = _LengthExchange(name, x, group, axis)
+    if cut:
+        exchange.cut(axis, lengths)
+    by_rank, is_needed = call(exchange)
     if is_needed and not x.requires_grad:  # its result needs one, for the other ranks' inputs
         x = Tensor(x._data, requires_grad=True)
-    for rank, (full, *parts) in enumerate(by_rank if cut else ()):
+    if not cut:
+        return x, by_rank, turns_of(group)
+    for rank, (full, *parts) in enumerate(by_rank):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(
                 f"lengths {parts} do not split rank {rank}'s {full} over {group.size} ranks; give"
                 f" {group.size} lengths that add up to {full}"
             )
-    return x, [item[cut:] for item in by_rank], turns_of(group)
+    return x, [parts for _, *parts in by_rank], turns_of(group)
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
