@@ -91,7 +91,7 @@ class Engine:
         states: of the ranks in the present run.
     """
 
-    states: Sequence[RankState]
+    states: list[RankState]
 
     def carry(self, sender: int, receiver: int, step: Step, ready: Any) -> Any:
         """Carry the messages of the sender's step, and return their arrival.
@@ -126,75 +126,102 @@ class Engine:
         Raises:
             ScheduleError: for a step with a partner outside the ranks.
         """
+        _check_partners(steps)
         size = len(steps)
-        for rank, local in enumerate(steps):
-            for index, step in enumerate(local):
-                for partner in (step.to, step.from_):
-                    if partner is not None and (partner == rank or not 0 <= partner < size):
-                        there = f"rank {partner}, but the ranks are 0..{size - 1}"
-                        who = "itself" if partner == rank else there
-                        raise ScheduleError(f"rank {rank}, step {index} talks to {who}")
-        self.states = states = [
+        self.states = [
             RankState(steps[rank % size], clock, clock, rank - rank % size)
             for rank, clock in enumerate(clocks)
         ]
-        # messages to be carried: (turn, sender, number, receiver, ready, step)
-        queue: list[tuple[Any, int, int, int, Any, Step]] = []
-        numbers = count_up()
-        posted: Counter[tuple[int, int]] = Counter()  # (sender, receiver): posted, not received
-        arrived: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
-
-        def post(sender: int, receiver: int, ready: Any) -> None:
-            posted[sender, receiver] += 1
-            turn, step = self.turn(ready), states[sender].step
-            heappush(queue, (turn, sender, next(numbers), receiver, ready, step))
-
-        def start_message(sender: int | None, receiver: int | None) -> None:
-            """Post the messages between two ranks if both are in the step that exchanges them."""
-            if sender is None or receiver is None or posted[sender, receiver]:
-                return
-            source, target = states[sender], states[receiver]
-            if source.sending == receiver and target.receiving == sender:
-                post(sender, receiver, max(source.clock, target.clock))
-
-        def enter(rank: int) -> None:
-            """Enter a rank's next step; its messages may leave at once."""
-            state = states[rank]
-            state.open()
-            if state.sending is not None and self.leaves(state.step):
-                post(rank, state.sending, state.clock)
-                state.sending = None
-
-        def advance(rank: int) -> None:
-            """Take a rank through its steps as far as their messages are complete."""
-            state = states[rank]
-            while not state.is_over:
-                source = state.receiving
-                if source is not None and arrived[source, rank]:
-                    state.over = max(state.over, arrived[source, rank].popleft())
-                    posted[source, rank] -= 1
-                    state.receiving = None
-                if state.sending is not None or state.receiving is not None:
-                    # the later of two ranks posts their message
-                    start_message(rank, state.sending)
-                    start_message(state.receiving, rank)
-                    return
-                state.clock = self.add(rank, state.step, state.over)
-                enter(rank)
-
-        for act in (enter, advance):
-            for rank in range(len(states)):
+        run = _EngineRun(self)
+        for act in (run.enter, run.advance):
+            for rank in range(len(self.states)):
                 act(rank)
-        while queue:
-            _, sender, _, receiver, ready, step = heappop(queue)
-            end = self.carry(sender, receiver, step, ready)
-            arrived[sender, receiver].append(end)
-            if not self.leaves(step):
-                source = states[sender]
+        run.finish()
+        return self.states
+
+
+def _check_partners(steps: Sequence[Sequence[Step]]) -> None:
+    """Refuse a step with a partner outside of the ranks, and with the rank itself.
+
+    Raises:
+        ScheduleError: with the step.
+    """
+    size = len(steps)
+    for rank, local in enumerate(steps):
+        for number, step in enumerate(local):
+            for partner in (step.to, step.from_):
+                if partner is not None and (partner == rank or not 0 <= partner < size):
+                    there = f"rank {partner}, but the ranks are 0..{size - 1}"
+                    who = "itself" if partner == rank else there
+                    raise ScheduleError(f"rank {rank}, step {number} talks to {who}")
+
+
+class _EngineRun:
+    """One run of an engine: its messages, and how ranks go on by them.
+
+    Args:
+        engine: says when messages are ready, and how long they take; its states go on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._states = engine, engine.states
+        # messages to be carried: (turn, sender, number, receiver, ready, step)
+        self._queue: list[tuple[Any, int, int, int, Any, Step]] = []
+        self._numbers = count_up()
+        # by (sender, receiver): messages that were posted and not received; arrivals
+        self._posted: Counter[tuple[int, int]] = Counter()
+        self._arrived: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+
+    def _post(self, sender: int, receiver: int, ready: Any) -> None:
+        self._posted[sender, receiver] += 1
+        turn, step = self._engine.turn(ready), self._states[sender].step
+        heappush(self._queue, (turn, sender, next(self._numbers), receiver, ready, step))
+
+    def _post_if_met(self, sender: int | None, receiver: int | None) -> None:
+        """Post the messages between two ranks if both are in the step that exchanges them."""
+        if sender is None or receiver is None or self._posted[sender, receiver]:
+            return
+        source, target = self._states[sender], self._states[receiver]
+        if source.sending == receiver and target.receiving == sender:
+            self._post(sender, receiver, max(source.clock, target.clock))
+
+    def enter(self, rank: int) -> None:
+        """Enter a rank's next step; its messages may leave at once."""
+        state = self._states[rank]
+        state.open()
+        if state.sending is not None and self._engine.leaves(state.step):
+            self._post(rank, state.sending, state.clock)
+            state.sending = None
+
+    def advance(self, rank: int) -> None:
+        """Take a rank through its steps as far as their messages are complete."""
+        state = self._states[rank]
+        while not state.is_over:
+            source = state.receiving
+            if source is not None and self._arrived[source, rank]:
+                state.over = max(state.over, self._arrived[source, rank].popleft())
+                self._posted[source, rank] -= 1
+                state.receiving = None
+            if state.sending is not None or state.receiving is not None:
+                # the later of two ranks posts their message
+                self._post_if_met(rank, state.sending)
+                self._post_if_met(state.receiving, rank)
+                return
+            state.clock = self._engine.add(rank, state.step, state.over)
+            self.enter(rank)
+
+    def finish(self) -> None:
+        """Carry messages as long as any is ready."""
+        engine = self._engine
+        while self._queue:
+            _, sender, _, receiver, ready, step = heappop(self._queue)
+            end = engine.carry(sender, receiver, step, ready)
+            self._arrived[sender, receiver].append(end)
+            if not engine.leaves(step):
+                source = self._states[sender]
                 source.sending, source.over = None, max(source.over, end)
             for rank in (sender, receiver):
-                advance(rank)
-        return states
+                self.advance(rank)
 
 
 # ---- the proof ----
