@@ -391,6 +391,11 @@ def winograd(z: Sizes, pooled: bool) -> Kernels:
         z: the sizes.
         pooled: whether ReLU and max-pooling over 2 x 2 pixels follow.
     """
+    return _forward_kernel(z, pooled), _backward_kernel(z, pooled)
+
+
+def _forward_kernel(z: Sizes, pooled: bool) -> Callable[..., None]:
+    """Return the kernel of the result; see `winograd`."""
     (h, w, c, o, images, rows), tiles = z, z.tiles
 
     def forward(x, weight, bias, y, corner, u, scratch):
@@ -412,6 +417,13 @@ def winograd(z: Sizes, pooled: bool) -> Kernels:
                     )
                 else:
                     _each_out(m, bias, y, first, top, some, h, w, o, tiles * o)
+
+    return forward
+
+
+def _backward_kernel(z: Sizes, pooled: bool) -> Callable[..., None]:
+    """Return the kernel of the gradients; see `winograd`."""
+    (h, w, c, o, images, rows), tiles = z, z.tiles
 
     def backward(grad, x, corner, u, to, scratch):
         to_x, to_weight, to_bias = to
@@ -454,4 +466,4 @@ def winograd(z: Sizes, pooled: bool) -> Kernels:
         if for_weight:
             _kernels_out(du, to_weight, c * o)
 
-    return forward, backward
+    return backward
