@@ -129,94 +129,142 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         ShapeError: when an operation returns a gradient of another shape than its input's.
         DtypeError: when an operation returns a gradient of another dtype, or no array.
     """
-    recorder = active()
-    plain = np if type(seed) is np.ndarray else namespace(seed)
-    xp = plain if recorder is None else recorder.module(plain)
-    start = root.node
-    if start is None or root.tape is None:  # a leaf: no operations to walk back along
-        root.add_grad(seed if recorder is None else recorder.wrap(seed))
-        if root.hook is not None:
-            call(root.hook, (root,))
-        tape, nodes, last = Tape(), list[Function](), -1
-    else:
-        tape = root.tape.find()
-        nodes = tape.ordered()
-        # The loss is nearly always the newest operation. Newer operations belong to other results
-        # and are skipped.
-        last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)
-        start.grad = seed if recorder is None else recorder.wrap(seed)
-    if deferred is not None and (tape.hooked or retain):
-        raise GraphError(
-            "a backward pass in halves supports neither hooks nor retain_graph; run a full one"
-        )
-    # a pass within another one, as of a layer that is recomputed, leaves the others' operations
-    inside, newer = inside_pass.get(), nodes[last + 1 :]
-    stops = find_turns(start, nodes if inside else None)
-    turns = [] if inside else list(dict.fromkeys(turn.turns for turn in stops.values()))
-    if stops:
-        nodes = _with(nodes[: last + 1], stops)
-        last = len(nodes) - 1
-    roots = {*stops} if start is None else {start, *stops}
-    finals = _final_uses(nodes[: last + 1], roots) if tape.hooked else None
+    walk = _BackwardWalk(root, seed, retain, deferred)
     token = inside_pass.set(True)
     try:
-        while last >= 0 or turns:
-            missed: Function | None = None  # an operation that only other ranks' losses use
-            for i in range(last, -1, -1):
-                node = nodes[i]
-                if stops and node in stops:
-                    missed, is_used = stops[node].agree(node.grad is not None)
-                    if missed is not None:
-                        break
-                    del stops[node]
-                    if is_used and node.grad is None:
-                        node.own_grad(xp)  # zeros
-                grad = node.grad
-                # None: the root does not depend on this operation, or only through inputs that need
-                # no gradient
-                if grad is not None:
-                    node.grad = None
-                    if node.version is not None and node.version.count != node.version_read:
-                        _check_unchanged(node)
-                    if deferred is not None:
-                        grads = deferred.backward(node, grad, recorder)
-                    else:
-                        grads = _backward(node, grad, recorder)
-                    grad = None  # freed before _pass_on allocates
-                    _pass_on(node, grads)
-                    if not (retain or (deferred is not None and deferred.holds(node))):
-                        _release(node, recorder)
-                if finals is not None:
-                    # outside the `if` above: the hook is due even if no gradient reached this node
-                    for leaf in finals.get(node, ()):
-                        if leaf.hook is not None and leaf._grad is not None:
-                            call(leaf.hook, (leaf,))
-            last = -1
-            while missed is None and turns:
-                missed, _ = Turn(turns[0]).agree(False)
-                if missed is None:
-                    turns.pop(0).forget(start)
-            if missed is not None:
-                if finals is not None and missed not in roots:
-                    raise GraphError(
-                        "another rank's loss uses the result of a collective that this rank called"
-                        " after its loss; compute the loss last on every rank"
-                    )
-                nodes = _with(nodes, [missed])
-                last = nodes.index(missed)
-                stops.pop(missed, None)
-                missed.own_grad(xp)
+        walk.run()
     except BaseException:
         # A later pass over the same graph must not add to this pass's partial sums.
-        for node in nodes:
+        for node in walk.nodes:
             node.grad = None
         raise
     finally:
         inside_pass.reset(token)
         if not retain:
-            # deferred operations still have edges, but no later pass may run them
-            unused = tape.nodes if deferred is None else newer
-            tape.nodes = [node for node in unused if node.edges is not None]
+            walk.free()
+
+
+class _BackwardWalk:
+    """A backward pass over the operations of a graph; the arguments are those of `walk_back`.
+
+    Attributes:
+        nodes: the operations in order, the root's among them.
+    """
+
+    def __init__(
+        self, root: Variable, seed: Array, retain: bool, deferred: Deferred | None
+    ) -> None:
+        self._recorder, self._retain, self._deferred = active(), retain, deferred
+        plain = np if type(seed) is np.ndarray else namespace(seed)
+        self._xp: Any = plain if self._recorder is None else self._recorder.module(plain)
+        start = self._start = root.node
+        if start is None or root.tape is None:  # a leaf: no operations to walk back along
+            root.add_grad(self._wrapped(seed))
+            if root.hook is not None:
+                call(root.hook, (root,))
+            self._tape, self.nodes, last = Tape(), list[Function](), -1
+        else:
+            self._tape = root.tape.find()
+            self.nodes = nodes = self._tape.ordered()
+            # The loss is nearly always the newest operation. Newer operations belong to other
+            # results and are skipped.
+            last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)
+            start.grad = self._wrapped(seed)
+        if deferred is not None and (self._tape.hooked or retain):
+            raise GraphError(
+                "a backward pass in halves supports neither hooks nor retain_graph; run a full one"
+            )
+        # a pass within another one, as of a layer that is recomputed, leaves the others' operations
+        inside, self._newer = inside_pass.get(), self.nodes[last + 1 :]
+        self._stops = find_turns(start, self.nodes if inside else None)
+        self._turns = (
+            [] if inside else [*dict.fromkeys(turn.turns for turn in self._stops.values())]
+        )
+        if self._stops:
+            self.nodes = _with(self.nodes[: last + 1], self._stops)
+            last = len(self.nodes) - 1
+        self._last = last  # where it goes on
+        self._roots = {*self._stops} if start is None else {start, *self._stops}
+        self._finals = (
+            _final_uses(self.nodes[: last + 1], self._roots) if self._tape.hooked else None
+        )
+
+    def _wrapped(self, seed: Array) -> Array:
+        return seed if self._recorder is None else self._recorder.wrap(seed)
+
+    def run(self) -> None:
+        """Go through the operations; again from one that only other ranks' losses use."""
+        while self._last >= 0 or self._turns:
+            missed = self._go_down()
+            self._last = -1
+            while missed is None and self._turns:
+                missed, _ = Turn(self._turns[0]).agree(False)
+                if missed is None:
+                    self._turns.pop(0).forget(self._start)
+            if missed is not None:
+                self._go_back_to(missed)
+
+    def _go_down(self) -> Function | None:
+        """Compute gradients from the present place on, the newest operation first.
+
+        Returns:
+            an operation that only other ranks' losses use, at which the pass stops; None at its
+            end.
+        """
+        nodes, stops, deferred = self.nodes, self._stops, self._deferred
+        recorder, finals = self._recorder, self._finals
+        for i in range(self._last, -1, -1):
+            node = nodes[i]
+            if stops and node in stops:
+                missed, is_used = stops[node].agree(node.grad is not None)
+                if missed is not None:
+                    return missed
+                del stops[node]
+                if is_used and node.grad is None:
+                    node.own_grad(self._xp)  # zeros
+            grad = node.grad
+            # None: the root does not depend on this operation, or only through inputs that need
+            # no gradient
+            if grad is not None:
+                node.grad = None
+                if node.version is not None and node.version.count != node.version_read:
+                    _check_unchanged(node)
+                if deferred is not None:
+                    grads = deferred.backward(node, grad, recorder)
+                else:
+                    grads = _backward(node, grad, recorder)
+                grad = None  # freed before _pass_on allocates
+                _pass_on(node, grads)
+                if not (self._retain or (deferred is not None and deferred.holds(node))):
+                    _release(node, recorder)
+            if finals is not None:
+                # outside the `if` above: the hook is due even if no gradient reached this node
+                for leaf in finals.get(node, ()):
+                    if leaf.hook is not None and leaf._grad is not None:
+                        call(leaf.hook, (leaf,))
+        return None
+
+    def _go_back_to(self, missed: Function) -> None:
+        """Let the pass go on at an operation, with a gradient of zeros.
+
+        Raises:
+            GraphError: if a hook has been called for its inputs already.
+        """
+        if self._finals is not None and missed not in self._roots:
+            raise GraphError(
+                "another rank's loss uses the result of a collective that this rank called after"
+                " its loss; compute the loss last on every rank"
+            )
+        self.nodes = _with(self.nodes, [missed])
+        self._last = self.nodes.index(missed)
+        self._stops.pop(missed, None)
+        missed.own_grad(self._xp)
+
+    def free(self) -> None:
+        """Forget the operations, but the newer ones of other results."""
+        # deferred operations still have edges, but no later pass may run them
+        unused = self._tape.nodes if self._deferred is None else self._newer
+        self._tape.nodes = [node for node in unused if node.edges is not None]
 
 
 def _with(nodes: list[Function], others: Iterable[Function]) -> list[Function]:
