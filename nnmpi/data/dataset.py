@@ -433,10 +433,8 @@ class Dataset(Samples):
 
     @property
     def names(self) -> Names:
-        """The names of classes, and of a table's features, with what was subtracted from them."""
-        offsets = {rule.name: rule.offset for rule in self.encoding if getattr(rule, "offset", 0)}
-        columns = [f"{x} - {offsets[x]:g}" if x in offsets else x for x in self.columns]
-        return {CLASSES: self.class_names, COLUMNS: columns}
+        """The names of classes, and of a table's features."""
+        return {CLASSES: self.class_names, COLUMNS: self.columns}
 
     @property
     def sample_shape(self) -> Shape:
