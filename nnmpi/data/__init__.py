@@ -12,7 +12,7 @@ Reading order:
     readers         which function reads which files, a row for each form
     tables          CSV and DataFrames, by one rule; json_lines: JSON lines, by the same
     arrays          npz; hdf5: HDF5, read by rows
-    items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
+    items           data sets of other libraries: PyTorch's, Hugging Face's
     tokenizer       text to tokens and back
     documents       texts in files: plain, or columns of tables
     text            documents, as blocks of tokens or as sentences

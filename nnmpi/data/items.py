@@ -1,13 +1,10 @@
-"""Data sets of other libraries: any object with a length and items, and tables in memory.
+"""Data sets of other libraries: any object with a length and items.
 
 data.Loader(torchvision.datasets.CIFAR10(...), 64)
     items (x, y): PyTorch's map-style data sets, lists of pairs
 
 data.Loader(datasets.load_dataset("mnist")["train"], 64)
     items {"image": x, "label": y}: Hugging Face's data sets
-
-data.Loader(pandas.read_csv("houses.csv"), 16)
-    a table with the label, a number or a category, in the last column
 """
 
 import hashlib
@@ -21,16 +18,9 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape, asarray
 from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.base.settled import Settled
-from nnmpi.data.dataset import (
-    TOKEN_TYPES,
-    Dataset,
-    Samples,
-    count_targets,
-    judge_classes,
-    read_array,
-)
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
 from nnmpi.data.names import CLASSES, Names
-from nnmpi.data.tables import NO_LABEL
+from nnmpi.data.tables import is_frame
 
 # what a generator raises a RuntimeError for: a loop would take it for the end of the data
 USED_UP = (
@@ -46,23 +36,24 @@ def as_samples(source: Any) -> Samples:
 
     Raises:
         UsageError: for an object without length or items.
-        DataError: for a table whose features or labels are not numbers.
     """
     if isinstance(source, Samples):
         return source
     kind, what = type(source), type(source).__name__
-    if hasattr(kind, "columns") and hasattr(kind, "to_numpy"):
-        return _of_table(source)
-    if hasattr(kind, "to_pandas") and hasattr(kind, "__array__"):
+    if is_frame(source):
         raise UsageError(
-            f"a Loader takes pandas' and polars' tables; of a {what}, give x.to_pandas()"
+            f"a Loader takes samples, and a {what} is a table; give what data.load(table) returns,"
+            " or its columns: data.Dataset(name, table[['rooms', 'area']], table['price'],"
+            " classes=0)"
         )
+    if hasattr(kind, "to_pandas") and hasattr(kind, "__array__"):
+        raise UsageError(f"a {what} is a table; give data.load(x.to_pandas())")
     source = asarray(source)
     if isinstance(source, Mapping):
         raise UsageError(
             f"a Loader takes one data set, not a {what} of"
             f" {shortened(', '.join(map(str, source)))}; give one of its values, or columns as a"
-            " table: pandas.DataFrame(columns)"
+            " table: data.load(pandas.DataFrame(columns))"
         )
     if hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
         return Items(source)
@@ -70,45 +61,6 @@ def as_samples(source: Any) -> Samples:
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
         " arrays: data.Dataset(name, x, y, classes=10), or call worker.step(x, y)"
     )
-
-
-def _of_table(table: Any) -> Dataset:
-    """Return a table's features and its last column.
-
-    A class is the label's own number, or its category's: another table, which need not have all of
-    them, numbers them alike.
-    """
-    name, columns = type(table).__name__, [*table.columns]
-    if len(columns) < 2 or len({*columns}) < len(columns):
-        raise DataError(
-            f"{name} has the columns {shortened(', '.join(map(str, columns)))}; give features and,"
-            " last, the label, each with a name of its own"
-        )
-    labels, last = table[columns[-1]], columns[-1]
-    texts = ["" if label is None else str(label) for label in labels]
-    for row in (row for row, text in enumerate(texts) if text.strip().lower() in NO_LABEL):
-        raise DataError(
-            f"{name}: the label in row {row + 1} is missing; leave such rows out:"
-            f" table.dropna(subset=[{last!r}])"
-        )
-    categories = getattr(getattr(labels, "dtype", None), "categories", None)
-    classes = [] if categories is None else [str(category) for category in categories]
-    if classes:
-        y = np.array([classes.index(text) for text in texts])
-    else:
-        y = np.array([*labels])
-        if y.dtype.kind not in "biuf":
-            raise DataError(
-                f"{name}: the label {shortened(repr(texts[0]))} in row 1 is a text, whose number"
-                " would depend on the other rows; number the classes before the table is split:"
-                f" table[{last!r}] = table[{last!r}].astype('category')"
-            )
-    count, notes = len(classes), tuple[str, ...]()
-    if not classes and y.dtype.kind != "f":
-        remedy = "make numbers to predict floats, or say data.Dataset(..., classes=10)"
-        count, notes = judge_classes(name, f"column {last!r}", y, remedy)
-    about: Any = {"class_names": tuple(classes), "target": str(last), "notes": notes}
-    return Dataset(name, table[columns[:-1]], y, count, **about)
 
 
 class Items(Settled, Samples, read_once="name classes"):

@@ -2,7 +2,6 @@
 installed.
 """
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,36 +122,26 @@ def test_bytes_are_images_and_floats_are_targets():
     assert batch.y.dtype == np.float32 and batch.global_targets == 2
 
 
-@pytest.mark.parametrize("library", ["", "pandas", "polars"])
-def test_a_table_is_its_features_and_its_last_column(library):
-    table = Frame(TABLE) if not library else pytest.importorskip(library).DataFrame(TABLE)
-    result = Loader(table, 3).dataset
-    assert isinstance(result, Dataset) and (result.columns, result.classes) == (("a", "b"), 3)
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_columns_of_a_table_are_samples(library):
+    table = pytest.importorskip(library).DataFrame(TABLE)
+    result = Dataset("mine", table[["a", "b"]], table["kind"], 3)
+    assert result.columns == ("a", "b")
     np.testing.assert_array_equal(result.x, X)
     np.testing.assert_array_equal(result.y, Y)
+    refuses(UsageError, "a DataFrame is a table; give what data.load", lambda: Loader(table, 3))
 
 
-class Categories(list[str]):
-    """A column of texts as categories."""
-
-    dtype = SimpleNamespace(categories=("blue", "green", "red"))
-
-
-@pytest.mark.parametrize("kind", [list, Categories])
-def test_two_tables_number_their_classes_alike(kind):
-    """Also if one of them has fewer: a test table's class 2 was its second one, 1."""
-    names = ["red", "blue", "green", "red"] if kind is Categories else [2, 0, 1, 2]
-    train, test = (
-        Loader(Frame({"a": [True] * len(part), "kind": kind(part)}), 4).dataset
-        for part in (names, names[:2])
-    )
-    assert isinstance(train, Dataset) and isinstance(test, Dataset)
-    assert train.y[:2].tolist() == test.y.tolist() and train.classes == test.classes
-    assert train.class_names == test.class_names
-    data_error(
-        "a text, .*before the table is split: table.'kind'.*categ",
-        lambda: Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2),
-    )
+@pytest.mark.parametrize(
+    "columns, sentence",
+    [
+        ({"Unnamed: 0": [0, 1], "a": [1.0, 2.0]}, "the first column has no name.*index_col=0"),
+        ({"a": ["red", "blue"]}, "'red' is not a finite.*data.load encodes"),
+        ({"a": [1.0, np.nan]}, "sample.1, 0.: the value is missing.*dropna"),
+    ],
+)
+def test_columns_that_are_no_numbers_are_refused(columns, sentence):
+    data_error(sentence, lambda: Dataset("mine", Frame(columns), [0, 1], 2))
 
 
 @pytest.mark.parametrize(
@@ -177,20 +166,12 @@ def test_two_tables_number_their_classes_alike(kind):
         ([(X[0], 0), (X[1], 1.5)], "item 1 is float64 with labels float64, but item 0 .* int64"),
         ([(X[0], 0), (X[1].astype("uint8"), 0)], "item 1 is uint8 .*, but item 0 float64 "),
         (
-            Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
-            "the first column has no name.*index_col=0",
-        ),
-        (Frame({"kind": [0, 1]}), "Frame has the columns kind; give features and, last, the label"),
-        (
             TABLE,
             (
                 "one data set, not a dict of a, b, kind; give one of its values, or columns as a"
-                " table: pandas.Data"
+                " table: data.load.pandas.D"
             ),
         ),
-        (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*data.load encodes"),
-        (Frame({"when": range(16), "label": range(9, 25)}), "16 different labels in 16 rows"),
-        (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],
 )
 def test_what_gives_no_samples_is_refused(source, sentence):
@@ -202,12 +183,6 @@ def test_pytorchs_data_sets_and_loaders():
     source = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     for ours, theirs in zip(Loader(source, 3), Loader(Dataset("d", X, Y, 3), 3), strict=True):
         assert_same(ours, theirs)
-
-
-@pytest.mark.parametrize("label", [None, float("nan"), "", "NaN"])
-def test_a_row_without_a_label_is_no_class(label):
-    frame = Frame({"a": [1.0, 2.0, 3.0], "b": ["u", label, "v"]})
-    data_error(r"the label in row 2 is missing; .*subset=\['b'\]", Loader, frame, 3)
 
 
 def used_up():
