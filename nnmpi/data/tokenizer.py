@@ -1,9 +1,8 @@
 """Tokenizers: text to tokens and back.
 
-    bytes           one token per byte of UTF-8 (256)                  built in
-    characters      the characters of a training text, sorted          built in
-    FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt:     the library `tokenizers`
-                    Radford et al., 2019), or any tokenizer.json
+    bytes           one token per byte of UTF-8 (256)             built in
+    characters      the characters of a training text, sorted     built in
+    FOLDER or FILE  any tokenizer.json, such as GPT-2's           the library `tokenizers`
 
 Every tokenizer has an end token, `end`. It separates documents and pads short ones. It is the one
 that the files beside a tokenizer.json name, and without them the first of ENDS that it has.
@@ -41,9 +40,7 @@ from nnmpi.base.settled import Settled
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 END_FILES = (CONFIG_FILE, "special_tokens_map.json", "config.json")  # these may name the end token
-PAIRS_FILES = ("vocab.json", "merges.txt")
 ADDED_FILE = "added_tokens.json"
-GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 SAVED_ANEW = (
     f"let transformers write a {LIBRARY_FILE} with all of it:"
     " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -120,8 +117,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a folder or a file.
 
     Args:
-        path: "bytes"; or a folder that `Tokenizer.save` wrote, or that has a tokenizer.json, or
-            vocab.json and merges.txt; or one of these files.
+        path: "bytes"; or a tokenizer.json, or a folder with one, such as `Tokenizer.save` wrote.
 
     Raises:
         UsageError: without such a file, or without the library to read it.
@@ -131,15 +127,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return ByteTokenizer()
     result = find_tokenizer(path)
     if result is None:
-        expected = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
-        state = (
-            f"the folder has {expected}"
-            if Path(path).is_dir()
-            else "there is no such file or folder"
-        )
+        if Path(path).is_dir():
+            raise UsageError(f"tokenizer {path}: the folder has no {LIBRARY_FILE}; {SAVED_ANEW}")
         raise UsageError(
-            f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or the path of a saved"
-            " tokenizer"
+            f"tokenizer {path}: there is no such file or folder; give {BYTES}, {CHARACTERS}, or the"
+            " path of a saved tokenizer"
         )
     if built_in := _read_built_in(result):
         return built_in
@@ -152,12 +144,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from None
     ends = [*_named_ends(result.parent)]
     with foreign(result, DataError, "not a tokenizer"):
-        if result.name in PAIRS_FILES:
-            _check_pairs(result.parent)
-            pairs = (str(result.parent / name) for name in PAIRS_FILES)
-            inner = _of_pairs(library, *pairs)
-        else:
-            inner = library.Tokenizer.from_file(str(result))
+        inner = library.Tokenizer.from_file(str(result))
         _check_added(result.parent, inner)
         return LibraryTokenizer(inner, ends)
 
@@ -199,42 +186,6 @@ def _check_added(folder: Path, inner: Any) -> None:
             )
 
 
-def _check_pairs(folder: Path) -> None:
-    """Refuse pairs that are not read as GPT-2's are, by what files beside them say.
-
-    Raises:
-        DataError: for another class of tokenizer, a space before each text, a token before each
-            text, and further special tokens, which are matched as a whole.
-    """
-    config = _read_beside(folder, CONFIG_FILE)
-    named = _read_beside(folder, "special_tokens_map.json")
-    special = {
-        text
-        for values in (config, named)
-        for key, value in values.items()
-        if key.endswith(("_token", "_tokens"))
-        for item in (value if isinstance(value, list) else [value])
-        if isinstance(text := item.get("content") if isinstance(item, dict) else item, str)
-    }
-    others = sorted((special | {*_added_tokens(folder)}) - {ENDS[0]})
-    kind = config.get("tokenizer_class") or GPT2_CLASSES[0]
-
-    reason = ""
-    if kind not in GPT2_CLASSES:
-        reason = f"the class {kind}"
-    elif config.get("add_prefix_space"):
-        reason = "a space before each text (add_prefix_space)"
-    elif config.get("add_bos_token"):
-        reason = "a token before each text (add_bos_token)"
-    elif others:
-        reason = f"the token {others[0]!r}"
-    if reason:
-        raise DataError(
-            f"{folder}: {' and '.join(PAIRS_FILES)} are read as GPT-2's, but a file beside them"
-            f" names {reason}; {SAVED_ANEW}"
-        )
-
-
 def _named_ends(folder: Path) -> Iterator[str | int]:
     """Yield the end tokens that a folder's files name, texts or numbers; damaged files name none.
 
@@ -252,11 +203,10 @@ def _named_ends(folder: Path) -> Iterator[str | int]:
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
-    """Return the file that `load_tokenizer` reads first, or None."""
+    """Return the file that `load_tokenizer` reads, or None."""
     full = expand(Path(path), "tokenizer")
-    names = (LIBRARY_FILE, *PAIRS_FILES) if full.is_dir() else (full.name,)
-    folder = full if full.is_dir() else full.parent
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    file = full / LIBRARY_FILE if full.is_dir() else full
+    return file if file.is_file() else None
 
 
 class ByteTokenizer(Tokenizer):
@@ -421,27 +371,6 @@ def _growth(part: Any) -> float:
         table = b64decode(part["precompiled_charsmap"])
         return float(max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0"))))
     return prod(map(_growth, part.values()))
-
-
-def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
-    """Return GPT-2's tokenizer: pairs of bytes, merged in order."""
-    result = library.Tokenizer(library.models.BPE.from_file(vocabulary, merges))
-    result.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    result.decoder = library.decoders.ByteLevel()
-    numbers = result.get_vocab()
-    missing = len(set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys())
-    if missing or len(set(numbers.values())) < len(numbers):
-        # refused here: the library would silently drop bytes without a token
-        raise ValueError(
-            f"{missing} of the 256 bytes have no token"
-            if missing
-            else "two tokens have the same number"
-        )
-    if any(token.endswith("</w>") for token in numbers):
-        raise ValueError(f"its tokens mark the ends of words, as GPT-2's do not; {SAVED_ANEW}")
-    if result.token_to_id(ENDS[0]) is not None:
-        result.add_special_tokens([ENDS[0]])
-    return result
 
 
 def _library_form(

@@ -327,9 +327,8 @@ class DataConfig:
     --text-columns. FILE.py:NAME: a function () that returns a training and a test Dataset.
     """
     tokenizer: str | None = None
-    """Tokenizer of text: characters, bytes, or the path of a saved one: a tokenizer.json, or
-    GPT-2's vocab.json and merges.txt, which need pip install tokenizers (default: characters; with
-    --pretrained, the one saved there).
+    """Tokenizer of text: characters, bytes, or the path of a saved one, a tokenizer.json, which
+    needs pip install tokenizers (default: characters; with --pretrained, the one saved there).
     """
     text_columns: str = ""
     """Columns of text of a table, joined by line breaks, such as problem,solution; messages, of a
