@@ -25,7 +25,7 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import build_extent, build_model, build_schedule
 from nnmpi.train.config import Config, assemble, flatten
-from nnmpi.train.derived import dropout_of, heads_of
+from nnmpi.train.derived import dropout_of, size_of
 from nnmpi.train.folder import read_run
 from nnmpi.train.inputs import Inputs, load_inputs
 
@@ -37,7 +37,8 @@ def twin(config: Config, inputs: Inputs) -> torch.nn.Module:
     model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     model.initialize(seed=config.run.seed)
     with TemporaryDirectory() as folder:
-        save_pretrained(Path(folder), model.state(), heads_of(config.model))
+        size = size_of(config.model, inputs.train.classes, inputs.train.sample_shape[0])
+        save_pretrained(Path(folder), model.state(), size)
         return GPT2LMHeadModel.from_pretrained(
             folder, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
         )

@@ -16,12 +16,12 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import WeightsConfig, launch_command
-from nnmpi.models.pretrained import CONFIG, save_llama, save_pretrained
+from nnmpi.models.pretrained import CONFIG, save_pretrained
 from nnmpi.models.torch_weights import last_linear, write_torch
 from nnmpi.nn.lora import merge
 from nnmpi.train.build import build_model
 from nnmpi.train.config import NO_ADAPTERS
-from nnmpi.train.derived import heads_of, llama_size_of
+from nnmpi.train.derived import size_of
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.run import Run, load
 
@@ -145,11 +145,7 @@ def export_merged(folder: Path, out: Path, options: ExportConfig) -> str:
     tokenizer, model = run.tokenizer, run.config.model
     with raised_as(UsageError, f"{out} cannot be written"):
         end = None if tokenizer is None else tokenizer.end
-        if model.model == "llama":
-            size = llama_size_of(model, 0, 0)  # as in --pretrained
-            save_llama(out, run.model.state(), size, end)
-        else:
-            save_pretrained(out, run.model.state(), heads_of(model), end=end)
+        save_pretrained(out, run.model.state(), size_of(model), end)
         if tokenizer is not None:
             tokenizer.save(out)
     return f"the model with its adapters merged is in {out}, for transformers and --pretrained"

@@ -81,9 +81,24 @@ class GPTSize:
     layers: int
     heads: int
 
+    @property
+    def kv_heads(self) -> int:
+        """The heads of keys and values, which ranks can share."""
+        return self.heads
+
     def build(self, dropout: float = 0.0) -> Sequential:
         """Return the model, uninitialized."""
         return gpt(**vars(self), dropout=dropout)
+
+    def config(self) -> dict[str, Any]:
+        """Return what config.json says of these sizes."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{theirs: getattr(self, ours) for ours, theirs in SIZES.items()},
+            "n_ctx": self.context,
+            **FIXED,
+        }
 
     def names(self, layers: int) -> Iterator[tuple[str, str, bool]]:
         """Yield each parameter's name here, in a file without its prefix, and that it is as here.
@@ -404,64 +419,28 @@ def layer_names(size: Size) -> dict[str, str]:
 def save_pretrained(
     folder: Path,
     weights: Mapping[str, Array],
-    heads: int,
-    dropout: float = 0.0,
+    size: Size,
     end: int | None = None,
+    dropout: float = 0.0,
 ) -> None:
-    """Write a GPT-2 as transformers reads it.
+    """Write a model as transformers reads it.
 
     Args:
         folder: for config.json and model.safetensors; created if missing.
         weights: the full model's, by name, as from `model.state()`.
-        heads: of each attention.
-        dropout: the dropout probability of its training.
-        end: the token that ends a text, or None.
-
-    Raises:
-        OSError: when it cannot be written, or the folder is a link.
-    """
-    vocabulary, features = weights["0.tokens.weight"].shape
-    context = len(weights["0.positions.weight"])
-    layers = max(int(name.partition(".")[0]) for name in weights) - 2
-    size = GPTSize(vocabulary, context, features, layers, heads)
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{theirs: getattr(size, ours) for ours, theirs in SIZES.items()},
-        "n_ctx": context,
-        **dict.fromkeys(DROPOUTS, dropout),
-        **FIXED,
-    }
-    _write(folder, weights, size, config, end)
-
-
-def save_llama(
-    folder: Path, weights: Mapping[str, Array], size: LlamaSize, end: int | None = None
-) -> None:
-    """Write a Llama as transformers reads it.
-
-    Args:
-        folder, weights, end: as for `save_pretrained`.
         size: the model's.
+        end: the token that ends a text, or None.
+        dropout: of a GPT-2: the dropout probability of its training.
 
     Raises:
         OSError: when it cannot be written, or the folder is a link.
         UsageError: for a model that transformers does not have.
     """
-    _write(folder, weights, size, size.config(), end)
-
-
-def _write(
-    folder: Path,
-    weights: Mapping[str, Array],
-    size: Size,
-    config: Mapping[str, Any],
-    end: int | None,
-) -> None:
-    root = folder.parent
+    config, prefix, root = size.config(), "", folder.parent
+    if isinstance(size, GPTSize):
+        prefix, config = PREFIX, config | dict.fromkeys(DROPOUTS, dropout)
     root.mkdir(parents=True, exist_ok=True)
     make_folder(folder, root)
-    prefix = PREFIX if isinstance(size, GPTSize) else ""
     arrays = {
         prefix + theirs: weights[ours].T if transposed else weights[ours]
         for ours, theirs, transposed in size.names(size.layers)

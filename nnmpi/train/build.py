@@ -53,7 +53,7 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
 )
-from nnmpi.train.derived import dropout_of, llama_size_of, with_adapter
+from nnmpi.train.derived import dropout_of, size_of, with_adapter
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
@@ -116,7 +116,7 @@ def _build_sequence_model(
         return lstm(tokens, features, layers, dropout_of(config))
     if config.pretrained is None:
         if config.model == "llama":
-            return llama_size_of(config, tokens, sample_shape[0]).build()
+            return size_of(config, tokens, sample_shape[0]).build()
         mixture = config.experts or 0, config.experts_top, config.experts_capacity
         return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config), *mixture)
     size = read_size(config.pretrained)

@@ -3,7 +3,7 @@
     layout                      with a schedule of the user's own; its mesh on these ranks
     attention                   ring or Ulysses, over positions
     microbatches                of a batch
-    dropout, heads, context     of a model, which may be a pretrained one
+    dropout, size, context      of a model, which may be a pretrained one
 
 An option is checked when its section is made (`config`), once on each rank. The layout is found
 before data are read.
@@ -24,7 +24,7 @@ from nnmpi.data.text import DEFAULT_CONTEXT
 from nnmpi.models.adapter import read_adapter
 from nnmpi.models.llama import default_hidden
 from nnmpi.models.llama_files import LlamaSize
-from nnmpi.models.pretrained import layer_names, read_dropout, read_size
+from nnmpi.models.pretrained import GPTSize, Size, layer_names, read_dropout, read_size
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig, having
 
@@ -75,7 +75,7 @@ def attention_of(model: ModelConfig, layout: Layout) -> Literal["ring", "ulysses
     if not isinstance(model.model, str):
         return layout.sp_attention
     ranks, knows = layout.sp * layout.shape[2], model.model in TRANSFORMERS
-    return RING if layout.sp > 1 and knows and kv_heads_of(model) < ranks else ULYSSES
+    return RING if layout.sp > 1 and knows and size_of(model).kv_heads < ranks else ULYSSES
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
@@ -113,25 +113,20 @@ def dropout_of(config: ModelConfig) -> float:
     return config.dropout
 
 
-def llama_size_of(config: ModelConfig, vocabulary: int, context: int) -> LlamaSize:
-    """Return the size of a llama: the options', or the pretrained model's.
+def size_of(config: ModelConfig, vocabulary: int = 0, context: int = 0) -> Size:
+    """Return the size of a gpt or a llama: the options', or the pretrained model's.
 
     Args:
         vocabulary, context: of a new one.
 
     Raises:
         DataError: for an unreadable pretrained model.
-        UsageError: for one that is no llama.
     """
     if config.pretrained is not None:
-        size = read_size(config.pretrained)
-        require(
-            isinstance(size, LlamaSize),
-            f"--pretrained {config.pretrained} is a gpt, not a llama; leave --model out",
-        )
-        assert isinstance(size, LlamaSize)
-        return size
+        return read_size(config.pretrained)
     layers, features, heads = config.sizes
+    if config.model != "llama":
+        return GPTSize(vocabulary, context, features, layers, heads)
     return LlamaSize(
         vocabulary,
         context,
@@ -144,18 +139,6 @@ def llama_size_of(config: ModelConfig, vocabulary: int, context: int) -> LlamaSi
         config.theta,
         tied=config.tied,
     )
-
-
-def kv_heads_of(config: ModelConfig) -> int:
-    """Return the heads of keys and values of a transformer, which ranks can share.
-
-    Raises:
-        DataError: for an unreadable pretrained model.
-    """
-    if config.pretrained is None:
-        return config.kv_heads or config.sizes[2]
-    size = read_size(config.pretrained)
-    return size.kv_heads if isinstance(size, LlamaSize) else size.heads
 
 
 def with_adapter(config: ModelConfig) -> ModelConfig:
@@ -174,15 +157,6 @@ def with_adapter(config: ModelConfig) -> ModelConfig:
         "lora_dropout": saved.dropout,
     }
     return having(config, values)
-
-
-def heads_of(config: ModelConfig) -> int:
-    """Return the attention heads of a gpt: the options', or the pretrained model's.
-
-    Raises:
-        DataError: for an unreadable pretrained model.
-    """
-    return config.sizes[2] if config.pretrained is None else read_size(config.pretrained).heads
 
 
 def context_of(config: ModelConfig) -> int:

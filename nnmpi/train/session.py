@@ -39,7 +39,7 @@ from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.state import base_digest
 from nnmpi.data.dataset import Samples
 from nnmpi.models.adapter import read_adapter, write_adapter
-from nnmpi.models.pretrained import layer_names, read_size, save_llama, save_pretrained
+from nnmpi.models.pretrained import layer_names, read_size, save_pretrained
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
@@ -53,7 +53,7 @@ from nnmpi.train.checkpoint import (
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
 from nnmpi.train.config import TRANSFORMERS, Config, ModelConfig
-from nnmpi.train.derived import dropout_of, heads_of, llama_size_of
+from nnmpi.train.derived import dropout_of, size_of
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Reporter, describe_result
@@ -417,12 +417,10 @@ def _save_transformer(run: TrainingRun, weights: Mapping[str, Array], base: str)
         assert path is not None
         settings = options.lora_alpha, options.lora_dropout, layer_names(read_size(path))
         write_adapter(folder, weights, *settings, str(path), base)
-    elif options.model == "llama":
-        vocabulary = len(weights["0.tokens.weight"])
-        size = llama_size_of(options, vocabulary, run.inputs.train.sample_shape[0])
-        save_llama(folder, weights, size, end)
     else:
-        save_pretrained(folder, weights, heads_of(options), dropout_of(options), end)
+        vocabulary = len(weights["0.tokens.weight"])
+        size = size_of(options, vocabulary, run.inputs.train.sample_shape[0])
+        save_pretrained(folder, weights, size, end, dropout_of(options))
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -20,8 +20,14 @@ from nnmpi.base.files import foreign, read_json
 from nnmpi.data import load, load_tokenizer
 from nnmpi.data.images import read_idx
 from nnmpi.data.tokenizer import CharacterTokenizer
-from nnmpi.models import gpt
-from nnmpi.models.pretrained import CONFIG, WEIGHTS, read_dropout, read_size, save_pretrained
+from nnmpi.models.pretrained import (
+    CONFIG,
+    WEIGHTS,
+    GPTSize,
+    read_dropout,
+    read_size,
+    save_pretrained,
+)
 from nnmpi.train.checkpoint import TensorFile
 from nnmpi.train.metrics import read_metrics
 
@@ -92,7 +98,8 @@ def altered(content, draw):
 
 def test_altered_files_are_read_or_refused_in_a_sentence(tmp_path):
     """Each kind that there is; a seed that found something new is added to the range."""
-    save_pretrained(tmp_path, gpt(11, 8, 4, 1, 2).initialize().state(), 2)
+    size = GPTSize(11, 8, 4, 1, 2)
+    save_pretrained(tmp_path, size.build().initialize().state(), size)
     table, weights = b"a,b,label\n" + b"1,2,x\n3,4,y\n" * 5, (tmp_path / WEIGHTS).read_bytes()
     np.savez(tmp_path / "a.npz", x=np.ones((6, 2)), y=np.arange(6) % 2)
     corpus = {

@@ -2,7 +2,6 @@
 installed.
 """
 
-
 import numpy as np
 import pytest
 

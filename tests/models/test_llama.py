@@ -11,7 +11,7 @@ import pytest
 from nnmpi import Layout, arrange, models, nn, simulate
 from nnmpi.base.errors import ShapeError
 from nnmpi.models.llama_files import LlamaSize
-from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_llama
+from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_pretrained
 from nnmpi.models.torch_weights import open_arrays
 from tests.harness.refusals import data_error, refuses, usage_error
 
@@ -31,7 +31,7 @@ SIZES = {
 @pytest.fixture
 def folder(tmp_path):
     """Return a folder with a small model's files."""
-    save_llama(tmp_path / "model", SIZE.build().initialize(1).state(), SIZE, end=22)
+    save_pretrained(tmp_path / "model", SIZE.build().initialize(1).state(), SIZE, end=22)
     return tmp_path / "model"
 
 
@@ -62,7 +62,7 @@ def test_what_is_written_is_read(name, tmp_path):
     """The sizes, and the weights, of which files have the linear ones transposed."""
     size = SIZES[name]
     state = size.build().initialize(1, "float64").state()
-    save_llama(tmp_path / "model", state, size)
+    save_pretrained(tmp_path / "model", state, size)
     assert read_size(tmp_path / "model") == size
     result = models.from_pretrained(tmp_path / "model", "float64").state()
     assert list(result) == list(state)

@@ -13,7 +13,7 @@ from nnmpi import Layout, arrange, models, ops, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DataError
 from nnmpi.compose.inference import TokenGenerator
-from nnmpi.models.pretrained import load_pretrained, read_size, save_llama
+from nnmpi.models.pretrained import load_pretrained, read_size, save_pretrained
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -129,7 +129,7 @@ def test_they_read_what_is_written(kind, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     ours = models.from_pretrained(tmp_path / "theirs", "float64")
     size = read_size(tmp_path / "theirs")
-    save_llama(tmp_path / "ours", ours.state(), size)
+    save_pretrained(tmp_path / "ours", ours.state(), size)
     assert read_size(tmp_path / "ours") == size
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float64, output_loading_info=True

@@ -33,7 +33,7 @@ def small(seed=1):
 @pytest.fixture
 def folder(tmp_path):
     """Return a folder with a small model's files."""
-    save_pretrained(tmp_path / "model", small().state(), SIZE.heads)
+    save_pretrained(tmp_path / "model", small().state(), SIZE)
     return tmp_path / "model"
 
 

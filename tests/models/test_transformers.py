@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi import models, ops
 from nnmpi.data.tokenizer import CharacterTokenizer
-from nnmpi.models.pretrained import load_pretrained, read_size, save_pretrained
+from nnmpi.models.pretrained import GPTSize, load_pretrained, read_size, save_pretrained
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_theirs(tmp_path):
     assert np.abs(result.data - logits.detach().numpy()).max() < 1e-12 * np.abs(result.data).max()
     assert np.isclose(loss.item(), expected.item(), rtol=1e-13)
     grads = {name: np.asarray(parameter.grad) for name, parameter in ours.named_parameters()}
-    save_pretrained(tmp_path / "grads", grads, size.heads)  # under their names
+    save_pretrained(tmp_path / "grads", grads, size)  # under their names
     matches = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "grads", dtype=torch.float64)
     for mine, twin in zip(matches.parameters(), model.parameters(), strict=True):
         assert (mine - twin.grad).abs().max() <= 1e-12 * twin.grad.abs().max()
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_theirs(tmp_path):
 def test_they_read_what_is_written(tmp_path):
     """And give the same logits."""
     ours = models.gpt(50, 12, 16, 2, 2).initialize(0, "float64")
-    save_pretrained(tmp_path, ours.state(), 2)
+    save_pretrained(tmp_path, ours.state(), GPTSize(50, 12, 16, 2, 2))
     model, report = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path, dtype=torch.float64, output_loading_info=True
     )
@@ -67,12 +67,8 @@ def test_they_read_what_is_written(tmp_path):
 def test_they_read_the_tokenizer_beside_it(tmp_path):
     """Characters become the same tokens, and the same one ends a text."""
     ours = CharacterTokenizer("to be or not to be\n")
-    save_pretrained(
-        tmp_path,
-        models.gpt(ours.vocabulary_size, 12, 16, 2, 2).initialize(0).state(),
-        2,
-        end=ours.end,
-    )
+    size = GPTSize(ours.vocabulary_size, 12, 16, 2, 2)
+    save_pretrained(tmp_path, size.build().initialize(0).state(), size, ours.end)
     ours.save(tmp_path)
     result = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert result.encode("to\nbe", add_special_tokens=False) == ours.encode("to\nbe")

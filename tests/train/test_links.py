@@ -13,13 +13,14 @@ from nnmpi.base.errors import UsageError
 from nnmpi.commands import evaluate, export
 from nnmpi.data.tokenizer import ByteTokenizer
 from nnmpi.lab import doctor, report
-from nnmpi.models.pretrained import save_pretrained
+from nnmpi.models.pretrained import GPTSize, save_pretrained
 from nnmpi.models.torch_weights import save_arrays
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.cli import main as train
 from nnmpi.train.folder import RunFolder
 from tests.harness.commands import on_ranks
 
+GPT = GPTSize(9, 8, 4, 1, 2)
 OPTIONS = "--model gpt --features 8 --heads 2 --layers 1 --context 8 --max-steps 2 --quiet --trace"
 
 
@@ -101,9 +102,7 @@ WRITERS = {
     "checkpoints/.step-00000001.tmp": lambda run: files.write_synced(
         run / "checkpoints" / ".step-00000001.tmp" / "state.json", b"x", run
     ),
-    "model": lambda run: save_pretrained(
-        run / "model", nnmpi.models.gpt(9, 8, 4, 1, 2).initialize().state(), 2
-    ),
+    "model": lambda run: save_pretrained(run / "model", GPT.build().initialize().state(), GPT),
     "tokenizer": lambda run: ByteTokenizer().save(run / "tokenizer"),
     "flight": lambda run: files.make_folder(run / "flight", run),
     "metrics.jsonl": lambda run: files.opened_to_write(run / "metrics.jsonl", "ab", root=run),
