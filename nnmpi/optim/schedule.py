@@ -35,7 +35,6 @@ __all__ = [
     "StepDecay",
     "WarmRestarts",
     "Warmup",
-    "linear_scaling",
 ]
 
 RateSchedule: TypeAlias = Callable[[int], float]
@@ -273,17 +272,3 @@ class Warmup:
         if check_int("step", step, 0) >= self.steps:
             return self.then(step - self.steps)
         return self.then(0) * ((step + 1) / (self.steps + 1))
-
-
-def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
-    """Return the rate for a global batch by linear scaling: lr * batch / base_batch.
-
-    Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour" (2017), section 2.1:
-    a batch k times as large means k times fewer updates, each k times as large. The rule is meant
-    for SGD, and a large k needs a warm-up.
-
-    Raises:
-        UsageError: for lr < 0 or a batch below 1, or a result beyond the range of a float.
-    """
-    factor = check_int("batch", batch) / check_int("base_batch", base_batch)
-    return number(f"lr for a batch of {batch}", number("lr", lr) * factor)

@@ -17,7 +17,6 @@ from nnmpi.optim import (
     StepDecay,
     WarmRestarts,
     Warmup,
-    linear_scaling,
 )
 
 RATES = st.floats(0, 1e3)
@@ -75,12 +74,6 @@ def test_after_the_warm_up_the_other_schedule_counts_from_its_own_start(schedule
 
 def test_warm_up_by_hand():
     assert [Warmup(3, ConstantRate(8.0))(step) for step in range(5)] == [2, 4, 6, 8, 8]
-
-
-def test_linear_scaling():
-    """Goyal et al.: 0.1 for 256 images becomes 3.2 for 8192."""
-    assert linear_scaling(0.1, 8192, 256) == pytest.approx(3.2)
-    assert linear_scaling(0.1, 64, 256) == pytest.approx(0.025)
 
 
 def test_several_drops():
