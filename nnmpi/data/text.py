@@ -32,10 +32,13 @@ of a .jsonl has conversations, which the tokenizer's chat template makes texts: 
 Documents are read one by one from a file in UTF-8, plain or .gz: see `documents`.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256 as hashed
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -128,19 +131,26 @@ def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
 
 
+EncodedPieces: TypeAlias = Iterator[tuple[list[int], bool, bool]]
+"""Tokens; whether they are to be predicted; and whether they end their document."""
+
+
 def _fill(source: TextSource, folder: Path) -> None:
-    if source.template is not None:
-        _fill_conversations(source, source.template, folder)
-        return
+    """Write the tokens of a text, and of conversations which of them an assistant says."""
     tokenizer = source.load_tokenizer() or CharacterTokenizer(
         letter for text, _ in source.pieces() for letter in text
     )
-    ends: list[int] = []
-    done = 0
-    with (folder / TOKENS).open("wb") as file:
-        for text, is_whole in source.pieces():
-            ids = [*tokenizer.encode(text), *([tokenizer.end] if is_whole else [])]
-            file.write(np.asarray(ids, _kind(tokenizer)).tobytes())
+    ends, done = list[int](), 0
+    with ExitStack() as stack:
+        tokens = stack.enter_context((folder / TOKENS).open("wb"))
+        pieces, asked = _encoded(source, tokenizer), None
+        if source.template is not None:
+            pieces = _encoded_conversations(source.path, source.template, tokenizer)
+            asked = stack.enter_context((folder / ASKED).open("wb"))
+        for ids, is_asked, is_whole in pieces:
+            tokens.write(np.asarray(ids, _kind(tokenizer)).tobytes())
+            if asked is not None:
+                asked.write(np.full(len(ids), is_asked, np.uint8).tobytes())
             done += len(ids)
             if is_whole:
                 if done == 1 + (ends[-1] if ends else 0):
@@ -148,31 +158,25 @@ def _fill(source: TextSource, folder: Path) -> None:
                         f"{source.path}: document {len(ends) + 1} is empty: it has no tokens"
                     )
                 ends.append(done)
-    np.save(folder / ENDS, np.array(ends, np.int64))
-    tokenizer.save(folder)
-
-
-def _fill_conversations(source: TextSource, template: ChatTemplate, folder: Path) -> None:
-    """Write the tokens of conversations, and which of them an assistant says.
-
-    What is said by others and by an assistant is tokenized apart, as in a generated reply.
-    """
-    tokenizer = load_tokenizer(source.tokenizer)
-    ends, done = list[int](), 0
-    with (folder / TOKENS).open("wb") as file, (folder / ASKED).open("wb") as asked:
-        for messages in conversations(source.path):
-            segments = [
-                (tokenizer.encode(text), says) for text, says in template.segments(messages)
-            ]
-            for ids, says in (*segments, ([tokenizer.end], False)):
-                file.write(np.asarray(ids, _kind(tokenizer)).tobytes())
-                asked.write(np.full(len(ids), says, np.uint8).tobytes())
-                done += len(ids)
-            ends.append(done)
     if not ends:
         raise DataError(f"{source.path}: the document is empty; give a text, in UTF-8")
     np.save(folder / ENDS, np.array(ends, np.int64))
     tokenizer.save(folder)
+
+
+def _encoded(source: TextSource, tokenizer: Tokenizer) -> EncodedPieces:
+    for text, is_whole in source.pieces():
+        yield [*tokenizer.encode(text), *([tokenizer.end] if is_whole else [])], True, is_whole
+
+
+def _encoded_conversations(
+    path: Path, template: ChatTemplate, tokenizer: Tokenizer
+) -> EncodedPieces:
+    """Yield what others and what an assistant say, tokenized apart, as in a generated reply."""
+    for messages in conversations(path):
+        for text, says in template.segments(messages):
+            yield tokenizer.encode(text), says, False
+        yield [tokenizer.end], False, True
 
 
 class Text(Settled, Samples, read_once="name sentences tokenizer classes context"):
