@@ -22,7 +22,7 @@ from nnmpi.base.errors import UsageError, shortened
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange, find_mesh
+from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
@@ -334,56 +334,29 @@ def build_trainer(
         DeviceError: on all ranks, when one rank runs out of memory.
     """
     options, sync = config.optimization, config.sync
+    given = model.state() if "storage" in vars(model) else {}  # as a program's model may have
     where = None
-    has_values = "storage" in vars(model)  # as one of a program may have
-    values = model.state() if has_values else {}
     if layout is not None and not sync.asynchronous:
-        mesh = find_mesh(group, layout)
-        if has_values and (mesh.pp > 1 or mesh.tp > 1 or layout.expert_parallel):
-            raise UsageError(
-                f"the model has its values already, and {mesh} gives each rank a part of a model"
-                " without: leave initialize() out, and for another training build the model again"
-            )
-        rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
-        sample = inputs.train.rows(np.arange(rows), config.run.dtype)
-        with use_precision(config.numerics.precision), explain_errors(backend, TOO_LARGE):
-            # `sample`: arrange measures each layer's time and memory with it
-            where = arrange(model, group, layout, sample, config.run.dtype, backend)
+        where = _arranged(config, model, group, inputs, backend, layout)
         model = where.model
+    keeps_values = bool(given) and (where is None or where.is_plain)
     with agreed(group), explain_errors(backend, TOO_LARGE):
-        storage = FlatStorage if where is None else where.storage
-        keeps_values = has_values and (where is None or where.is_plain)
         if not keeps_values:
             model.initialize(
-                seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage
+                seed=config.run.seed,
+                dtype=config.run.dtype,
+                backend=backend,
+                storage=FlatStorage if where is None else where.storage,
             )
-        if config.model.pretrained is not None:
-            load_pretrained(model, config.model.pretrained)
-        if config.model.adapter is not None:
-            assert config.model.pretrained is not None
-            names = layer_names(read_size(config.model.pretrained))
-            load_adapter(model, config.model.adapter, names)
+        _load_trained(config.model, model)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
     common: dict[str, Any] = {
         "numerics": config.numerics,
         "seed": config.run.seed,
         "backend": backend,
         "slow": sync.slowness(config.run.seed),
+        **_losses(options, group, inputs, where),
     }
-    if options.loss != CROSS_ENTROPY:
-        named = load_custom(options.loss, "--loss", "(logits, labels)")
-        std = inputs.signature.target_std
-        common["loss"] = SumError(named, std) if named in NORMALIZED else named
-    else:
-        common["loss"] = SumCrossEntropy(where, options.label_smoothing)
-        common["evaluation_loss"] = SumCrossEntropy(where)
-    if options.class_weights:
-        with agreed(group):
-            weights = weigh(options.class_weights, inputs.train)
-        smoothing = options.label_smoothing
-        common["loss"] = partial(
-            cross_entropy, weight=weights, reduction="none", label_smoothing=smoothing
-        )
     if sync.asynchronous:
         return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
     with agreed(group):
@@ -399,11 +372,60 @@ def build_trainer(
         synchronous_sends=verified,
         **common,
     )
-    if has_values and not keeps_values:
+    if given and not keeps_values:
         differ = "the ranks' models have different values"
-        require_equal(group, [checksum(*values.values())], differ, "give all ranks the same model")
-        worker.state()[0].scatter(values.__getitem__)
+        require_equal(group, [checksum(*given.values())], differ, "give all ranks the same model")
+        worker.state()[0].scatter(given.__getitem__)
     return worker
+
+
+def _arranged(
+    config: Config, model: Module, group: Group, inputs: Inputs, backend: Backend, layout: Layout
+) -> Arrangement:
+    """Return the layout of the model on the ranks; for the arguments see `build_trainer`."""
+    mesh = find_mesh(group, layout)
+    is_cut = mesh.pp > 1 or mesh.tp > 1 or layout.expert_parallel
+    if "storage" in vars(model) and is_cut:
+        raise UsageError(
+            f"the model has its values already, and {mesh} gives each rank a part of a model"
+            " without: leave initialize() out, and for another training build the model again"
+        )
+    rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
+    # by this sample each layer's time and memory are measured
+    sample = inputs.train.rows(np.arange(rows), config.run.dtype)
+    with use_precision(config.numerics.precision), explain_errors(backend, TOO_LARGE):
+        return arrange(model, group, layout, sample, config.run.dtype, backend)
+
+
+def _load_trained(options: ModelConfig, model: Module) -> None:
+    """Load the weights of --pretrained, and those of --adapter."""
+    if options.pretrained is None:
+        return
+    load_pretrained(model, options.pretrained)
+    if options.adapter is not None:
+        load_adapter(model, options.adapter, layer_names(read_size(options.pretrained)))
+
+
+def _losses(
+    options: OptimizationConfig, group: Group, inputs: Inputs, where: Arrangement | None
+) -> dict[str, Any]:
+    """Return a trainer's loss, and that of its evaluations if it is another one. Collective."""
+    smoothing = options.label_smoothing
+    if options.class_weights:
+        with agreed(group):
+            weights = weigh(options.class_weights, inputs.train)
+        weighted = partial(
+            cross_entropy, weight=weights, reduction="none", label_smoothing=smoothing
+        )
+        return {"loss": weighted, "evaluation_loss": SumCrossEntropy(where)}
+    if options.loss == CROSS_ENTROPY:
+        return {
+            "loss": SumCrossEntropy(where, smoothing),
+            "evaluation_loss": SumCrossEntropy(where),
+        }
+    named = load_custom(options.loss, "--loss", "(logits, labels)")
+    std = inputs.signature.target_std
+    return {"loss": SumError(named, std) if named in NORMALIZED else named}
 
 
 def weigh(weights: Sequence[float] | str, train: Samples) -> Array:
