@@ -372,6 +372,8 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on():
             given["transform"] = loader.transform = None  # which is of images
         if name == "shuffle":
             given["shuffle_block"] = loader.shuffle_block = None
+        if name == "partition":  # each gives an order
+            given["shuffle"] = loader.shuffle = True
         setattr(loader, name, value)
         given[name] = value
         other = data.Loader(**{"dataset": rows(), **given})

@@ -355,8 +355,7 @@ class Loader(Settled, read_once="group"):
                 "a transform changes numbers or images, and the samples are tokens, so it would"
                 " never be called; change the texts before they are encoded, and leave it out"
             )
-        if self.balance:
-            self._check_balance()
+        self._check_order()
         if self.whole_microbatches and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} cannot be combined with whole microbatches, which go"
@@ -365,7 +364,9 @@ class Loader(Settled, read_once="group"):
         if self.workers is not None:
             check_int("workers", self.workers, 0)
         if self.shuffle_block is not None:
-            self._read_blocks(check_int("shuffle_block", self.shuffle_block))
+            rows = check_int("shuffle_block", self.shuffle_block)
+            for array in (getattr(dataset, name, None) for name in "xy"):
+                keep_rows(array, POOL_BLOCKS * rows)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(
@@ -413,41 +414,30 @@ class Loader(Settled, read_once="group"):
         if start and rest.loop.had_no_updates:
             yield from self._batches(epoch, range(start), follows=True, rereads=True)
 
-    def _read_blocks(self, rows: int) -> None:
-        """Check that samples can be shuffled in blocks, and let a file's chunks be kept for a pool.
-
-        Raises:
-            UsageError: for settings that give another order.
-        """
-        if not self.shuffle or self.partition != "none":
-            other = "shuffle=False" if not self.shuffle else f"the partition {self.partition!r}"
-            raise UsageError(
-                f"{other} has an order of its own, without shuffle_block={rows}; leave one out"
-            )
-        for array in (getattr(self.dataset, name, None) for name in "xy"):
-            keep_rows(array, POOL_BLOCKS * rows)
-
-    def _check_balance(self) -> None:
-        """Refuse to balance classes that the data have not, or in an order of another kind.
+    def _check_order(self) -> None:
+        """Refuse two settings that each give the samples an order, and classes that there are not.
 
         Raises:
             UsageError: with the remedy.
         """
+        orders = {
+            "shuffle=False": not self.shuffle,
+            f"the partition {self.partition!r}": self.partition != "none",
+            f"shuffle_block={self.shuffle_block}": self.shuffle_block is not None,
+            "balance": self.balance,
+        }
+        given = [order for order, is_given in orders.items() if is_given]
+        if len(given) > 1:
+            raise UsageError(
+                f"{given[0]} has an order of its own, without {given[1]}; leave one out"
+            )
         dataset = self.dataset
         has_classes = isinstance(dataset, Dataset) and dataset.predicts == "classes"
-        if not has_classes or self._labels.ndim > 1:
+        if self.balance and not (has_classes and self._labels.ndim == 1):
             raise UsageError(
                 f"balance draws classes equally often, and {dataset.name} has none, one for each"
                 " sample; leave it out"
             )
-        others = {
-            "shuffle=False": not self.shuffle,
-            f"the partition {self.partition!r}": self.partition != "none",
-            f"shuffle_block={self.shuffle_block}": self.shuffle_block is not None,
-        }
-        for other, is_given in others.items():
-            if is_given:
-                raise UsageError(f"{other} has an order of its own, without balance; leave one out")
 
     @property
     def _labels(self) -> NDArray[Any]:

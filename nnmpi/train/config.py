@@ -378,6 +378,7 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
+        given = non_defaults(self)
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
         check_numbers(self, "test_fraction", 0, 1, above=True)
         require(
@@ -392,9 +393,10 @@ class DataConfig:
         )
         check_numbers(self, "sample_shape", 1)
         check_numbers(self, "shuffle_block", 1)
+        orders = [name for name in ("partition", "shuffle_block", "balance") if name in given]
         require(
-            self.shuffle_block is None or self.partition == "none",
-            f"--partition {self.partition} has an order of its own; leave out --shuffle-block",
+            len(orders) < 2,
+            f"{' and '.join(map(flag_of, orders))} each give an order; leave one of them out",
         )
         require(
             self.tokenizer != "",

@@ -241,6 +241,7 @@ def test_transform_that_changes_rows_or_dtype_is_refused():
         ({"shuffle_block": 0}, "shuffle_block is 0"),
         ({"shuffle_block": 8, "shuffle": False}, "shuffle=False has an order of its own"),
         ({"shuffle_block": 8, "partition": "iid"}, "the partition 'iid' has an order of its own"),
+        ({"shuffle": False, "partition": "iid"}, "shuffle=False has an order of its own"),
         ({"partition": "iid", "rank": 0, "world": 24}, "partition iid shares 23 training samples"),
         (
             {"partition": "iid", "whole_microbatches": True},

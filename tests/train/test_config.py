@@ -64,6 +64,14 @@ WRONG = {
         ({"dataset": ""}, "--dataset is empty"),
         ({"test_fraction": 0.0}, "--test-fraction is 0.0"),
         ({"test_fraction": 1.0}, "--test-fraction is 1.0"),
+        (
+            {"partition": "iid", "balance": True},
+            "--partition and --balance each give an order; leave one of them out",
+        ),
+        (
+            {"shuffle_block": 4, "balance": True},
+            "--shuffle-block and --balance each give an order",
+        ),
     ],
     OptimizationConfig: [
         ({"epochs": 0}, "--epochs is 0"),
