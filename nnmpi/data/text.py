@@ -53,6 +53,7 @@ from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.documents import Pieces
 from nnmpi.data.names import TOKENIZER, Names
 from nnmpi.data.readers import read_documents
+from nnmpi.data.team import ALONE, Team
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 64
@@ -111,16 +112,22 @@ class TextSource:
         return hashed(json_text(parts).encode()).hexdigest()[:32]
 
 
-def prepare_tokens(source: TextSource) -> Path:
-    """Return the folder with the text's tokens; write it first if it is missing.
+def prepare_tokens(source: TextSource, team: Team = ALONE) -> Path:
+    """Return the folder with the text's tokens; write it first if it is missing. Collective.
 
-    One rank per node calls this. Concurrent callers wait for a file lock.
+    Concurrent callers wait for a file lock.
+
+    Args:
+        source: the text.
+        team: of the ranks of a node, of which one writes; by default this process alone.
 
     Raises:
         UsageError, DataError: for an unreadable text or tokenizer, see `read_documents` and
             `tokenizer`; and for a folder that cannot be written.
     """
-    return filled(_entry(source), partial(_fill, source))
+    with team.agreed():
+        entry = _entry(source)
+    return filled(entry, lambda folder: team.first(partial(_fill, source, folder)), team)
 
 
 def _entry(source: TextSource) -> Path:

@@ -23,7 +23,7 @@ from nnmpi.comm.agreement import agree, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
-from nnmpi.data.catalogue import DOWNLOADED, Wanted, find_text, prepare
+from nnmpi.data.catalogue import Wanted, find_text, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.readers import is_table
@@ -97,21 +97,16 @@ def load_samples(
     where = f"--dataset {data.dataset}" + (
         "" if data.data_dir is None else f" --data-dir {data.data_dir}"
     )
-    source, team = None, NodeTeam(group, say)
-    is_first = group.local_rank() == 0
+    team, entry = NodeTeam(group, say), None
     with agreed(group), _prefixed(where):
         source = text_source(config)
         wanted = None if source or is_custom(data.dataset) else wanted_files(config, signature)
-        downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
-        if is_first or not downloads:
-            # Without downloads all ranks call this: it checks the options, so that all ranks raise
-            # the same error.
-            if source is not None:
-                prepare_tokens(source)
-            elif not is_custom(data.dataset):
-                prepare(data.dataset, data.data_dir, report=say)
     with agreed(group), _prefixed(where):
-        entry = None if wanted is None else wanted.prepare(team)
+        if source is not None:
+            prepare_tokens(source, team)
+        elif wanted is not None:
+            team.first(lambda: str(prepare(data.dataset, data.data_dir, report=say)))
+            entry = wanted.prepare(team)
     team.free()
     with agreed(group):
         with _prefixed(where):
