@@ -533,17 +533,12 @@ class Dataset(Samples):
             self._check_targets(y, indices)
         return y
 
-    def index_blocks(self) -> Iterator[Integers]:
-        """Yield the indices of all samples, as they are stored, in blocks for a statistic."""
-        order = np.arange(len(self)) if self.places is None else np.argsort(self.places)
-        largest = max(1, prod(self.sample_shape), prod(self.target_shape))
-        step = min(BLOCK_ROWS, max(1, BLOCK_BYTES // (8 * largest)))
-        for first in range(0, len(self), step):
-            yield order[first : first + step]
-
     def label_blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield all labels, as they are stored, in blocks."""
-        return (self.labels(cut) for cut in self.index_blocks())
+        """Yield all labels, in the order in which they are stored, in blocks for a statistic."""
+        order = np.arange(len(self)) if self.places is None else np.argsort(self.places)
+        step = min(BLOCK_ROWS, max(1, BLOCK_BYTES // (8 * max(1, prod(self.target_shape)))))
+        for first in range(0, len(self), step):
+            yield self.labels(order[first : first + step])
 
     def take(self, indices: Integers) -> "Dataset":
         """Return a data set of the samples at these indices, in that order.

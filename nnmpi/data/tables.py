@@ -769,7 +769,8 @@ def _read(rows: CellRows, plan: _Plan, rules: TableRules, team: Team) -> _Read:
                 if not is_missing(text := spelled(cells[place], read.mark)):
                     read.texts[place][row] = text
                 cells[place] = UNREAD
-            numbers = [] if stays_text else _plain_numbers(cells, read)
+            # where a row before had a text, this one has
+            numbers = [] if stays_text or read.texts else _plain_numbers(cells, read)
             if finds_mark and not (numbers and "." in read.shown):
                 for place in plan.places:
                     read.note_mark(line, place, cells[place])
