@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.backend.array import Integers
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import read_line_blocks
 from nnmpi.data.cells import (
@@ -1029,31 +1030,65 @@ def to_dataset(
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: number(label, table.mark) for label in dict.fromkeys(table.labels)}
-    scale = 1 / 255 if table.features.dtype == np.uint8 else 1.0
-
-    is_numeric = all(
-        number(label, table.mark) is not None
-        and label.lower() not in BOOLS
-        and not (label[0] == "0" and label[1:2].isdigit())
-        for label in class_names or numbers
-    )
+    is_numeric = all(_is_class_number(label, table.mark) for label in class_names or numbers)
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
-        # NumPy converts None to NaN
-        quantities = np.array([numbers[label] for label in table.labels], np.float64)
-        for (row,) in narrowed(quantities)[1]:
-            label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
-            remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
-            raise DataError(
-                f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
-                f" number; {remedy if is_text else 'leave the row out'}"
-            )
-        return Dataset(name, table.features, quantities, 0, scale, **table.about)
-    if is_numeric and fraction is not None:
+        y, about = _quantities(table, numbers), {"classes": 0, **table.about}
+    elif is_numeric and fraction is not None:
         raise DataError(
             f"{table.source}: label {shortened(fraction)!r} is not a whole number; {HINT}"
         )
+    else:
+        is_first = is_trained_on and not class_names  # so its labels say which classes there are
+        y, about = _classes(table, numbers, is_numeric, class_names, is_first)
+    scale = 1 / 255 if table.features.dtype == np.uint8 else 1.0
+    return Dataset(name, table.features, y, scale=scale, **about)
+
+
+def _is_class_number(label: str, mark: str) -> bool:
+    """Return whether a label is the number of a class, none with a zero in front, and no bool."""
+    has_zero = label[0] == "0" and label[1:2].isdigit()
+    return number(label, mark) is not None and label.lower() not in BOOLS and not has_zero
+
+
+def _quantities(table: Table, numbers: Mapping[str, float | None]) -> NDArray[np.float64]:
+    """Return the labels as numbers.
+
+    Raises:
+        DataError: for one that is none, or not finite.
+    """
+    # NumPy converts None to NaN
+    quantities = np.array([numbers[label] for label in table.labels], np.float64)
+    for (row,) in narrowed(quantities)[1]:
+        label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
+        remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
+        raise DataError(
+            f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
+            f" number; {remedy if is_text else 'leave the row out'}"
+        )
+    return quantities
+
+
+def _classes(
+    table: Table,
+    numbers: Mapping[str, float | None],
+    is_numeric: bool,
+    known_names: Sequence[str],
+    is_first: bool,
+) -> tuple[Integers, dict[str, Any]]:
+    """Return the labels as numbers of classes, and what the data set keeps of these and the table.
+
+    Args:
+        table: the table.
+        numbers: {label: its number, or None}.
+        is_numeric: whether all labels are numbers.
+        known_names: of the classes of the training table; empty to find them.
+        is_first: whether the labels are to be learned: one class teaches nothing.
+
+    Raises:
+        DataError: for labels that are no classes, or none of those of the training table.
+    """
     spelled = {
         # from its digits: a float has 53 bits, and numbers of orders may have more
         label: str(int(label if label.lstrip("+-").isdecimal() else value))
@@ -1061,15 +1096,14 @@ def to_dataset(
         else label
         for label, value in numbers.items()
     }
-    known = class_names or sorted({*spelled.values()}, key=int if is_numeric else str)
+    known = known_names or sorted({*spelled.values()}, key=int if is_numeric else str)
     names = {class_key(label): label for label in reversed(known)}  # of two spellings the first
-    is_first = is_trained_on and not class_names  # so its labels say which classes there are
     if is_first and len(names) == 1:
         raise DataError(
             f"{table.source} has only one class, {shortened(known[0])!r}, so there is nothing to"
             f" predict; {table.other_target()}"
         )
-    about, class_of = table.about, {key: number for number, key in enumerate(reversed(names))}
+    class_of = {key: number for number, key in enumerate(reversed(names))}
     if unknown := [label for label in numbers if class_key(spelled[label]) not in class_of]:
         raise DataError(
             f"{table.source}: label {shortened(unknown[0])!r} is not among the training labels"
@@ -1077,11 +1111,15 @@ def to_dataset(
         )
     classes = {label: class_of[class_key(text)] for label, text in spelled.items()}
     y = np.array([classes[label] for label in table.labels])
+    about = {
+        "classes": len(names),
+        "class_names": tuple(reversed(names.values())),
+        **table.about,
+    }
     if is_first:
         remedy = HINT if is_numeric else table.other_target()
         about["notes"] += judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
-    class_names = tuple(reversed(names.values()))
-    return Dataset(name, table.features, y, len(names), scale, class_names, **about)
+    return y, about
 
 
 def refuse_rules(what: str, rules: TableRules) -> None:
