@@ -24,10 +24,12 @@ memory:
                                    ends.npy    the end of each document in tokens.bin, int64
                                    asked.bin   of conversations: 1 for each token of an assistant,
                                                whose losses count alone; uint8
-                                   tokenizer.json
+                                   tokenizer.json, identity.json
 
-KEY is a hash of the text, the tokenizer, and the rule that makes documents. The column "messages"
-of a .jsonl has conversations, which the tokenizer's chat template makes texts: see `chat`.
+KEY says where the text is, when it was written, the tokenizer, and the rule that makes documents.
+The identity, which checkpoints compare, is a hash of the content and these rules; who makes the
+tokens computes it, and nobody again. The column "messages" of a .jsonl has conversations, which the
+tokenizer's chat template makes texts: see `chat`.
 
 Documents are read one by one from a file in UTF-8, plain or .gz: see `documents`.
 """
@@ -38,27 +40,28 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256 as hashed
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, expect, raised_as
-from nnmpi.base.files import cache_folder, json_text, sha256
+from nnmpi.base.files import json_text, read_json, sha256, write_json
 from nnmpi.base.settled import Settled
-from nnmpi.data.cache import DATA, TEXTS, filled
+from nnmpi.data.cache import DATA, TEXTS, entry_of, filled
 from nnmpi.data.chat import MESSAGES, ChatTemplate, conversations, read_template
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.documents import Pieces
 from nnmpi.data.names import TOKENIZER, Names
+from nnmpi.data.prepared import key_of
 from nnmpi.data.readers import read_documents
 from nnmpi.data.team import ALONE, Team
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
-TOKENS, ENDS, ASKED = "tokens.bin", "ends.npy", "asked.bin"
+TOKENS, ENDS, ASKED, IDENTITY = "tokens.bin", "ends.npy", "asked.bin", "identity.json"
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,14 @@ class TextSource:
         return read_template(self.tokenizer) if is_lines and self.columns == (MESSAGES,) else None
 
     @cached_property
-    def key(self) -> str:
-        """KEY of the token files: a hash of the text, the tokenizer, and the document rule."""
+    def rules(self) -> list[Any]:
+        """What its tokens depend on besides the text, as JSON values."""
         tokenizer = self.load_tokenizer()
-        with raised_as(DataError, f"{self.path}: cannot be read"):
-            text = sha256(self.path)
-        kind = "".join(self.path.suffixes)
         identity = CHARACTERS if tokenizer is None else tokenizer.identity
-        parts = [FORMAT, text, kind, self.columns, self.sentences, identity]
+        rules = ["".join(self.path.suffixes), self.columns, self.sentences, identity]
         if self.template is not None:
-            parts += [self.template.text, self.template.tokens]
-        return hashed(json_text(parts).encode()).hexdigest()[:32]
+            rules += [self.template.text, self.template.tokens]
+        return rules
 
 
 def prepare_tokens(source: TextSource, team: Team = ALONE) -> Path:
@@ -131,7 +131,8 @@ def prepare_tokens(source: TextSource, team: Team = ALONE) -> Path:
 
 
 def _entry(source: TextSource) -> Path:
-    return cache_folder() / TEXTS / source.key
+    with raised_as(DataError, f"{source.path}: cannot be read"):
+        return entry_of(TEXTS, [FORMAT, key_of([source.path]), source.rules])
 
 
 def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
@@ -168,6 +169,8 @@ def _fill(source: TextSource, folder: Path) -> None:
     if not ends:
         raise DataError(f"{source.path}: the document is empty; give a text, in UTF-8")
     np.save(folder / ENDS, np.array(ends, np.int64))
+    identity = json_text([FORMAT, sha256(source.path), *source.rules])
+    write_json(folder / IDENTITY, hashed(identity.encode()).hexdigest()[:32])
     tokenizer.save(folder)
 
 
@@ -195,6 +198,7 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
         tokenizer: of the tokens.
         spans: (documents, 2), the begin and end in `tokens` of each document of this part.
         context: T, the most tokens per sample.
+        identity: a hash of what the tokens depend on.
         asked: of each token, whether it is to be predicted; None if all are.
     """
 
@@ -205,10 +209,11 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
         tokenizer: Tokenizer,
         spans: Integers,
         context: int,
+        identity: str,
         asked: Array | None = None,
     ) -> None:
         self.name = source.path.name.split(".")[0]
-        self._key = source.key
+        self._identity = identity
         self.sentences = source.sentences
         self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
         self._tokens = tokens
@@ -251,8 +256,8 @@ class Text(Settled, Samples, read_once="name sentences tokenizer classes context
 
     @property
     def identity(self) -> str:
-        """KEY of the text's token files."""
-        return self._key
+        """A hash of the text, the tokenizer, and the rule that makes documents."""
+        return self._identity
 
     @property
     def targets(self) -> Integers:
@@ -324,7 +329,7 @@ def load_text(
     expect("load_text(data.TextSource(path)), after prepare_tokens", (source, TextSource))
     folder = _entry(source) / DATA
     try:
-        ends = np.load(folder / ENDS, allow_pickle=False)
+        ends, identity = np.load(folder / ENDS, allow_pickle=False), read_json(folder / IDENTITY)
         tokenizer = load_tokenizer(folder)
         # as an ndarray: indexing a memmap takes 10 times as long
         tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)
@@ -352,5 +357,6 @@ def load_text(
                 f"{source.path}: the {what} part has {length} tokens, but a context of {context}"
                 f" and the token after it need {least}; give a smaller context, or a longer text"
             )
-    train, test = (Text(source, tokens, tokenizer, part, context, asked) for part in parts)
+    rest = context, identity, asked
+    train, test = (Text(source, tokens, tokenizer, part, *rest) for part in parts)
     return train, test

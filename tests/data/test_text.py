@@ -183,6 +183,19 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt, cache):
     assert prepare_tokens(TextSource(txt, "bytes")) not in folders
 
 
+def test_a_prepared_text_is_not_read_again(txt, tmp_path, monkeypatch):
+    """Each rank had hashed all of it at each start. A copy elsewhere is the same text."""
+    before, _ = loaded(txt, 3, tokenizer="bytes")
+    moved = write(tmp_path / "elsewhere.txt", txt.read_text())
+    assert loaded(moved, 3, tokenizer="bytes")[0].identity == before.identity
+    monkeypatch.setattr("nnmpi.data.text.sha256", None)
+    again, _ = loaded(txt, 3, tokenizer="bytes")
+    assert again.identity == before.identity
+    monkeypatch.undo()
+    write(txt, txt.read_text().swapcase())
+    assert loaded(txt, 3, tokenizer="bytes")[0].identity != before.identity
+
+
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("nnmpi.data.documents.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
