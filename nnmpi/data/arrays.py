@@ -45,7 +45,6 @@ TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
 PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
 ReadArrays: TypeAlias = Callable[[Path, Sequence[str]], tuple[dict[str, Array], str]]
 PIECE_BYTES = 2**20  # that are unpacked at once
-OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 
 
 def load_arrays(
@@ -55,6 +54,7 @@ def load_arrays(
     predicts: LabelKind = "classes",
     rules: TableRules = NO_RULES,
     scale: float | None = None,
+    classes: int = 0,
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training part of a file of arrays, and the test part or None; see the module.
 
@@ -65,6 +65,7 @@ def load_arrays(
         predicts: the kind of y; "any" takes floats for quantities and integers for classes.
         rules: must be empty; they are here because `load` calls all readers alike.
         scale: of bytes that are not pixels.
+        classes: their number, if it is known; labels are not read for it then.
     """
     refuse_rules(f"data set {path}", rules)
     arrays, has = read(path, PARTS)
@@ -82,7 +83,7 @@ def load_arrays(
         if item[0] == "x" and x.dtype.kind in "iu" and x.size and _fit_bytes(x):
             arrays[item] = change_rows(x, lambda rows, _: rows.astype(np.uint8))
     is_other = rules.as_bytes is not None
-    train = _part(path, name, arrays, first, predicts, is_other=is_other)
+    train = _part(path, name, arrays, first, predicts, classes, is_other)
     if scale is not None:
         train = replace(train, scale=scale)
     if not second:
@@ -94,13 +95,6 @@ def load_arrays(
             f"{path}: {' and '.join(kinds)}; bytes are divided by 255, other numbers are not: save"
             " both in one dtype"
         )
-    if train.x.dtype == np.float32 and train.x.ndim > 2:
-        tops = [max(float(np.abs(x).max()) for _, x in blocks(part.x)) for part in (train, test)]
-        if min(tops) * OTHER_SCALE < max(tops):
-            raise DataError(
-                f"{path}: {kinds[0]} up to {tops[0]:.4g}, and {kinds[1]} up to {tops[1]:.4g}; give"
-                " the images of both parts in one scale"
-            )
     return train, test
 
 
@@ -240,7 +234,7 @@ def _part(
             f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype);"
             f" {HINT}"
         )
-    elif is_other:
+    elif is_other and not classes:
         classes = max(int(rows.max()) for _, rows in blocks(y)) + 1
     elif not classes:
         classes, notes = judge_classes(path, y_name, y, HINT)
@@ -257,16 +251,14 @@ def _part(
                 f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]}"
                 " channels; if the channels are first, give x.transpose(0, 2, 3, 1)",
             )
-    elif (least := min(int(rows.min()) for _, rows in blocks(x))) < 0:
-        raise DataError(
-            f"{path}: {x_name} has the token {least}; tokens are whole numbers from 0 on"
-        )
     elif x.dtype == np.uint8:
         x = change_rows(x, lambda rows, _: rows.astype(np.uint16))
     scale = 1 / 255 if x.dtype == np.uint8 else 1.0
-    if not is_lazy(x):
-        x = np.ascontiguousarray(x)
-    return Dataset(name, x, y, classes, scale, notes=notes)
+    if is_lazy(x):
+        return Dataset(name, x, y, classes, scale, notes=notes)
+    result = Dataset(name, np.ascontiguousarray(x), y, classes, scale, notes=notes)
+    _ = result.vocabulary  # which refuses tokens below 0
+    return result
 
 
 def _is_one_hot(y: Array) -> bool:

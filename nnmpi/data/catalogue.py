@@ -29,7 +29,15 @@ from nnmpi.base.words import nearest
 from nnmpi.data.arrays import load_arrays, npy_files, read_npy
 from nnmpi.data.cache import DATA, SETS, entry_of
 from nnmpi.data.columns import Encoding
-from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
+from nnmpi.data.dataset import (
+    HELD_OUT,
+    TRAIN,
+    Dataset,
+    LabelKind,
+    check_pair,
+    check_scales,
+    split,
+)
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_EXPECTED,
@@ -55,7 +63,7 @@ from nnmpi.data.prepared import (
     load_set,
     measure,
     prepare_set,
-    tell,
+    read_known,
 )
 from nnmpi.data.readers import find_reader, load_table, split_names, suffixes_of, unread
 from nnmpi.data.tables import TableRules, is_frame, refuse_rules
@@ -223,9 +231,11 @@ class Wanted:
             return None
         if not form.stays:
             prepare_set(Path(entry), form.read, form.is_shared, team)
-        with team.agreed():
-            parts = self._parts(Path(entry))
-        measure(self._known(Path(entry)), parts, team)
+        known = self._known(Path(entry))
+        if not team.first(known.is_file):
+            with team.agreed():
+                parts = self._parts(Path(entry))
+            measure(known, parts, team)
         return Path(entry)
 
     def load(self, entry: Path | None = None) -> TrainAndTest:
@@ -235,8 +245,10 @@ class Wanted:
             entry: that `prepare` returned.
         """
         if entry is not None:
-            parts = self._parts(entry)
-            tell(self._known(entry), parts)
+            known = read_known(self._known(entry))
+            parts = self._parts(entry, known[0]["classes"] if known else 0)
+            for part, values in zip(parts, known, strict=False):
+                vars(part).update(values)  # so that none computes it
             return parts
         if is_frame(self.name):
             frame = type(self.name).__name__
@@ -249,7 +261,9 @@ class Wanted:
                 f"{type(self.name).__name__} is no data set; give a name, a path or a DataFrame, or"
                 " make one of arrays: nnmpi.data.Dataset(name, x, y, classes)"
             )
-        return self._split(*self._find_form().read(ALONE))
+        pair = self._split(*self._find_form().read(ALONE))
+        check_scales(*pair)
+        return pair
 
     @property
     def _split_rules(self) -> TableRules:
@@ -261,10 +275,17 @@ class Wanted:
             return check_pair(*split(train, self.test_fraction, self.seed))
         return check_pair(train, test)
 
-    def _parts(self, entry: Path) -> TrainAndTest:
+    def _parts(self, entry: Path, classes: int = 0) -> TrainAndTest:
+        """Return the parts of a set in the cache, or of one that stays in its files.
+
+        Args:
+            entry: of the cache.
+            classes: their number, if it is known.
+        """
         folder = entry / DATA
-        pair = load_set(folder) if folder.is_dir() else self._find_form().read(ALONE)
-        return self._split(*pair)
+        if folder.is_dir():
+            return self._split(*load_set(folder))
+        return self._split(*self._find_form().read(ALONE, classes))
 
     def _known(self, entry: Path) -> Path:
         return known_file(entry, self.test_fraction, self.seed)
@@ -315,12 +336,12 @@ class Wanted:
             scale = 1 / 16 if name == "digits" else None
             given = split_names(str(name))[1]
 
-            def read(team: Team) -> Pair:
+            def read(team: Team, classes: int = 0) -> Pair:
                 options: dict[str, Any] = {"given": given} if given else {}
                 if not reader.stays:
                     options["team"] = team
                 function = partial(reader.read, **options)
-                return load_arrays(path, stem, function, kind, rules, scale)
+                return load_arrays(path, stem, function, kind, rules, scale, classes)
 
             return _Form(path, rules, read, stays=reader.stays)
 
@@ -332,7 +353,8 @@ class _Form:
     Attributes:
         path: of the file or the folder.
         rules: of a table.
-        read: the function that reads it.
+        read: the function that reads it; of one that stays, also with the number of classes if it
+            is known.
         is_shared: whether all ranks of a team read it, each its part.
         stays: whether arrays stay in the file, in whatever form they are there.
     """
@@ -564,8 +586,10 @@ def _form_of_folder(folder: Path, predicts: LabelKind, rules: TableRules) -> _Fo
     if tables := _tables_in(folder):
         return _Form(folder, rules, lambda team: _load_tables(tables, name, predicts, rules, team))
     if npy_files(folder):
-        arrays = folder, name, read_npy, predicts, rules
-        return _Form(folder, rules, lambda team: load_arrays(*arrays), stays=True)
+        arrays = folder, name, read_npy, predicts, rules, None
+        return _Form(
+            folder, rules, lambda team, classes=0: load_arrays(*arrays, classes), stays=True
+        )
     refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
         return _Form(folder, rules, lambda team: load_idx(folder, name))

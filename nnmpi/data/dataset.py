@@ -36,6 +36,7 @@ FEW_CLASSES = 10  # a set may have this many, however small it is
 MOST_CLASSES = 20  # more are said
 SURE_CLASSES = 1000  # up to this number, a set may have fewer labels than classes
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
+OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
 # What a statistic reads at a time: samples, and their bytes in float64.
 BLOCK_ROWS, BLOCK_BYTES = 4096, 2**25
@@ -466,6 +467,20 @@ class Dataset(Samples):
         return float((squares / len(self)).mean())
 
     @cached_property
+    def target_scale(self) -> tuple[list[float], float]:
+        """Of quantities the mean of each column (channel), and one standard deviation of all.
+
+        It is one, so that the columns keep their weights in the loss.
+        """
+        axes = tuple(range(max(self.y.ndim - 1, 1)))
+        count = len(self) * prod(self.target_shape)
+        columns = prod(self.target_shape[-1:])
+        sums = sum(y.astype(np.float64).sum(axes) for y in self.label_blocks())
+        mean = np.asarray(sums) / (count // columns)
+        squares = sum(np.square(y - mean).sum() for y in self.label_blocks())
+        return np.ravel(mean).tolist(), float(np.sqrt(squares / count))
+
+    @cached_property
     def moments(self) -> Moments:
         """Mean, standard deviation and largest value of x, before the scale."""
         return moments(self.x, self.places)
@@ -486,10 +501,21 @@ class Dataset(Samples):
 
     @cached_property
     def vocabulary(self) -> int:
-        """The largest token plus one; 0 for quantities."""
+        """The largest token plus one; 0 for quantities.
+
+        Raises:
+            DataError: for a token below 0.
+        """
         if not self.is_tokens:
             return 0
-        return 1 + max((int(x.max(initial=0)) for _, x in blocks(self.x)), default=0)
+        least = most = 0
+        for _, x in blocks(self.x):
+            least, most = min(least, int(x.min(initial=0))), max(most, int(x.max(initial=0)))
+        if least < 0:
+            raise DataError(
+                f"{self.name} has the token {least}; tokens are whole numbers from 0 on"
+            )
+        return 1 + most
 
     @cached_property
     def targets(self) -> Integers | None:
@@ -679,3 +705,19 @@ def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:
             " same"
         )
     return train, test
+
+
+def check_scales(train: Dataset, test: Dataset) -> None:
+    """Refuse images of floats in other units than the training's, unless both were one set.
+
+    Raises:
+        DataError: with the largest numbers of both.
+    """
+    if train.places is not None or train.x.dtype != np.float32 or train.x.ndim <= 2:
+        return
+    tops = [abs(part.moments.top) for part in (train, test)]
+    if min(tops) * OTHER_SCALE < max(tops):
+        raise DataError(
+            f"{train.name}: the training part holds numbers up to {tops[0]:.4g}, and the test part"
+            f" up to {tops[1]:.4g}; give the images of both parts in one scale"
+        )

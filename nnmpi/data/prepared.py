@@ -27,7 +27,7 @@ from nnmpi.base.errors import DataError
 from nnmpi.base.files import json_text, read_json, rebuilt, write_json
 from nnmpi.data.cache import filled, writing
 from nnmpi.data.columns import Encoding
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import Dataset, check_scales
 from nnmpi.data.facts import Moments, content, moments
 from nnmpi.data.lazy import Chosen, blocks
 from nnmpi.data.mapped import FileArray, read_header, state_of
@@ -40,7 +40,7 @@ SPOOL, SPOOLED = "spool.bin", 2**18  # numbers in memory
 SMALL_BYTES = 2**20
 HEAD_BYTES = 2**16  # of a file's begin, which are part of KEY
 Pair: TypeAlias = tuple[Dataset, Dataset | None]
-ReadSet: TypeAlias = Callable[[Team], Pair]
+ReadSet: TypeAlias = Callable[..., Pair]  # of a team
 _ABOUT = [item.name for item in fields(Dataset) if item.name not in ("x", "y", "places")]
 
 
@@ -242,9 +242,11 @@ def known_file(entry: Path, test_fraction: float, seed: int) -> Path:
 
 
 def measure(file: Path, parts: Sequence[Dataset], team: Team) -> None:
-    """Write what is known of data sets to a file, if it is missing. Collective."""
-    if team.first(file.is_file):
-        return
+    """Write what is known of data sets to a file. Collective.
+
+    Raises:
+        DataError: see `check_scales`; then nothing is written.
+    """
     contents = dict[int, str]()
 
     def content_of(array: Any) -> list[str]:
@@ -259,31 +261,39 @@ def measure(file: Path, parts: Sequence[Dataset], team: Team) -> None:
     for part in parts:
         texts = [content_of(part.x), content_of(part.y), part.classes, part.scale]
         identity = sha256(json_text(texts).encode()).hexdigest()
-        of_all = None if part.is_tokens else moments(part.x, part.places, team)
-        about = {"identity": identity, "moments": None if of_all is None else of_all.values}
+        if not part.is_tokens:
+            vars(part)["moments"] = moments(part.x, part.places, team)
+        of_all = None if part.is_tokens else part.moments.values
+        about = {"identity": identity, "moments": of_all}
         values.append({**about, **team.first(partial(_rest, part))})
     with team.agreed(), writing(file):
+        check_scales(*parts)
         if team.rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, values)
 
 
 def _rest(part: Dataset) -> dict[str, Any]:
-    return {"vocabulary": part.vocabulary, "variance": part.variance}
+    names = ["vocabulary", "variance", "classes", "notes"]
+    if part.predicts == "quantities":
+        names.append("target_scale")
+    return {name: getattr(part, name) for name in names}
 
 
-def tell(file: Path, parts: Sequence[Dataset]) -> None:
-    """Tell data sets what is known of them; without the file, each computes it when it is asked.
+def read_known(file: Path) -> list[dict[str, Any]]:
+    """Return what `measure` has written to a file, by part; nothing without the file.
 
     Raises:
-        DataError: for a damaged file.
+        DataError: for a damaged file, with the remedy.
     """
     if not file.is_file():
-        return
+        return []
     try:
-        for part, values in zip(parts, read_json(file), strict=True):
-            of_all = values["moments"]
+        known = [dict(part) for part in read_json(file)]
+        for values in known:
+            of_all, values["notes"] = values["moments"], tuple(values["notes"])
             values["moments"] = None if of_all is None else Moments.from_values(of_all)
-            vars(part).update(values)
+            values["classes"] = int(values["classes"])
+        return known
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise damaged(file, error) from error

@@ -26,7 +26,7 @@ from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
-from nnmpi.train.signature import ModelSignature, fit_targets
+from nnmpi.train.signature import ModelSignature
 
 LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
 
@@ -143,7 +143,7 @@ def _samples(samples: Samples, signature: ModelSignature) -> str:
         elif largest > LARGE_TARGET:
             scale = (
                 f" up to {largest:.4g}, which are not normalized: divide such large ones by their"
-                f" standard deviation, {fit_targets(samples)[1]:.4g}, or they are hardly learned"
+                f" standard deviation, {samples.target_scale[1]:.4g}, or they are hardly learned"
             )
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}{scale}"
 

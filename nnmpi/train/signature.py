@@ -104,8 +104,8 @@ class ModelSignature:
                 name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
             }
         if normalize_targets and samples.predicts == "quantities":
-            mean, std = fit_targets(samples)
-            last |= {"target_mean": tuple(np.ravel(mean).tolist()), "target_std": std or 1.0}
+            mean, std = samples.target_scale
+            last |= {"target_mean": tuple(mean), "target_std": std or 1.0}
         return cls(*first, samples.class_names, stored, samples.scale, **last)
 
     @property
@@ -289,20 +289,6 @@ class ModelSignature:
             return rebuilt(cls, values)
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
-
-
-def fit_targets(samples: Dataset) -> tuple[Array, float]:
-    """Return the mean of each column (channel) of quantities, and one standard deviation of all.
-
-    It is one, so that the columns keep their weights in the loss.
-    """
-    axes = tuple(range(max(samples.y.ndim - 1, 1)))
-    count = len(samples) * prod(samples.target_shape)
-    columns = prod(samples.target_shape[-1:])
-    sums = sum(y.astype(np.float64).sum(axes) for y in samples.label_blocks())
-    mean = np.asarray(sums) / (count // columns)
-    squares = sum(np.square(y - mean).sum() for y in samples.label_blocks())
-    return mean, float(np.sqrt(squares / count))
 
 
 def versions() -> dict[str, str]:

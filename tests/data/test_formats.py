@@ -649,7 +649,7 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path):
     )
     pixels = np.random.default_rng(0).random((20, 4, 4))
     data_error(
-        "up to 1, and x_val holds float64 up to 255; give the im",
+        "up to 1, and the test part up to 255; give the im",
         lambda: pair(
             tmp_path,
             x_train=pixels / pixels.max(),

@@ -155,6 +155,44 @@ def test_a_prepared_set_is_the_one_in_memory_and_nothing_is_computed_again(
         assert isinstance(source, FileArray)
 
 
+def images_in_files(parent, **labels):
+    """A training and a test part of images of floats, in .npy files."""
+    x = bytes_of(4, 4, 3).astype("f4") / 255
+    (parent / "images").mkdir()
+    for part, rows in (("train", slice(60)), ("test", slice(60, 90))):
+        np.save(parent / "images" / f"x_{part}.npy", x[rows])
+        np.save(parent / "images" / f"y_{part}.npy", labels["y"][rows])
+    return str(parent / "images")
+
+
+@pytest.mark.parametrize(
+    "y, predicts",
+    [(bytes_of(4, 4).astype("i4") % 5, "classes"), (bytes_of(4, 4, 2).astype("f4"), "quantities")],
+    ids=["masks", "fields"],
+)
+def test_a_second_start_reads_no_sample_of_files_in_place(
+    y, predicts, tmp_path, own_cache, monkeypatch, all_large
+):
+    """Each rank had read all at each start: for the classes, the parts' scales, the targets'."""
+    path = images_in_files(tmp_path, y=y)
+    first, _ = load(path, predicts=predicts)
+    scale = first.target_scale if predicts == "quantities" else None
+    read, part, take = [], FileArray.part, FileArray.take
+    monkeypatch.setattr(
+        FileArray, "part", lambda self, *rows: read.append(rows[1] - rows[0]) or part(self, *rows)
+    )
+    monkeypatch.setattr(
+        FileArray, "take", lambda self, rows, axis=0: read.append(len(rows)) or take(self, rows)
+    )
+    again, _ = load(path, predicts=predicts)
+    assert max(read, default=0) <= 1  # the first row shows what becomes of it
+    assert again.classes == first.classes and again.notes == first.notes
+    assert (again.identity, again.variance) == (first.identity, first.variance)
+    assert str(again.moments) == str(first.moments)
+    assert scale is None or [*again.target_scale] == [*scale]
+    assert max(read, default=0) <= 1
+
+
 def test_bytes_of_an_archive_stay_in_it(tmp_path, own_cache, all_large):
     path = npz(tmp_path, x=bytes_of(5, 4, 3), y=labels())
     train, _ = load(str(path))
