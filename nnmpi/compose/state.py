@@ -18,6 +18,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ArraySource, ModelState, StateEntry
+from nnmpi.tensor.parameter import Span
 
 SUM = "sum"  # begins the names of a strategy's state, which an optimizer's may not take
 OWN = re.compile(rf"(?P<slot>{SUM}\..+)\.(?P<replica>[0-9]+)/(?P<name>.+)")  # of one replica
@@ -33,7 +34,7 @@ def model_state(
     """
     model = arrangement.model
     storage = model.storage
-    parts = _views(model, storage.data)  # parameters of memory that ranks share are read-only
+    parts = _views(model, storage.weights)  # parameters of memory that ranks share are read-only
     rest = ((name, leaf) for name, leaf in model.entries().items() if name not in parts)
     leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
     order = [*arrangement.names_of_parameters(), *arrangement.names_of_buffers()]
@@ -89,7 +90,11 @@ def optimizer_state(
         if strategy is not None:
             strategy.loaded()
 
-    slots = {f"{slot}/": _views(model, flats) for slot, flats in optimizer.slots().items()}
+    view = model.storage.view
+    slots = {
+        f"{slot}/": _views(model, partial(view, flats=flats))
+        for slot, flats in optimizer.slots().items()
+    }
     more = _strategy_state(arrangement)
     return _state(arrangement, slots, arrangement.names_of_parameters(), note_set, more)
 
@@ -155,7 +160,8 @@ def spread(source: ArraySource, replicas: int) -> ArraySource:
 def gradient_state(arrangement: Arrangement) -> ModelState:
     """Return the gradients of the last step, by their parameters' full names."""
     model, names = arrangement.model, arrangement.names_of_parameters()
-    return _state(arrangement, {"": _views(model, model.storage.grads)}, names)
+    view = partial(model.storage.view, flats=model.storage.grads)
+    return _state(arrangement, {"": _views(model, view)}, names)
 
 
 def training_state(arrangement: Arrangement, optimizer: Optimizer) -> tuple[ModelState, ModelState]:
@@ -205,11 +211,10 @@ def _state(
     return ModelState(entries, names, arrangement.mesh.world, refuse, after_set)
 
 
-def _views(model: Module, flats: Sequence[Array]) -> dict[str, Any]:
-    """Return each parameter's view of flat arrays that have the storage's layout, by name.
+def _views(model: Module, view: Callable[[Span], Any]) -> dict[str, Any]:
+    """Return what the storage shows of each parameter, by name.
 
     The names are the model's now: a layer may have been put before others since.
     """
-    storage = model.storage
-    spans = {span.parameter: span for span in storage.spans}
-    return {name: storage.view(spans[item], flats) for name, item in model.named_parameters()}
+    spans = {span.parameter: span for span in model.storage.spans}
+    return {name: view(spans[item]) for name, item in model.named_parameters()}

@@ -636,3 +636,7 @@ class FlatStorage(Storage, read_once="spans groups rank_local dtype version"):
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
         """Return a parameter's slice of arrays laid out like `data`, in its shape."""
         return flats[span.buffer][span.start : span.stop].reshape(span.parameter.declared)
+
+    def weights(self, span: Span) -> Any:
+        """Return a parameter's values, to be read and set from outside, in its shape."""
+        return self.view(span, self.data)

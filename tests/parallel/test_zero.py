@@ -74,6 +74,21 @@ def test_stage_3_has_the_bits_of_stage_2():
         assert not differences(three, two, ZERO[name], exact=True)
 
 
+def test_a_part_does_not_depend_on_the_list_that_holds_the_arrays():
+    """The storage's own list and a copy of it; all weights of a rank are asked for by name."""
+
+    def shapes(group):
+        model = mlp()
+        model.initialize(seed=0, storage=sharded(model, group, 1, unit_bytes=1))
+        storage = model.storage
+        span = storage.spans[0]
+        parts = [storage.view(span, flats) for flats in (storage.data, [*storage.data])]
+        return [prod(part.values.shape) for part in parts], storage.weights(span).size
+
+    (one, other), whole = simulate(shapes, 2)[0]
+    assert one == other < whole == 5 * 37
+
+
 class Counting:
     """Makes arrays and counts their bytes."""
 

@@ -450,14 +450,8 @@ class ShardedStorage(FlatStorage):
         )
 
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
-        """See `FlatStorage.view`: this rank's part of a parameter.
-
-        Of weights that this rank has all of in memory of its own, all: what is set from outside
-        must reach the other ranks' parts of them, too.
-        """
-        if flats is self.data and self.is_whole and not self.is_node_shared:
-            flats = self._data
-        if self.rank_local[span.buffer] or flats is self._data:
+        """See `FlatStorage.view`: this rank's part of a parameter."""
+        if self.rank_local[span.buffer]:
             return super().view(span, flats)
         local, in_parameter = self._part(span)
         parts = split(len(self._data[span.buffer]), self.ranks.size)
@@ -465,6 +459,16 @@ class ShardedStorage(FlatStorage):
         return ShardedArray(
             span.parameter.declared, flats[span.buffer][local], in_parameter, counts, self.ranks
         )
+
+    def weights(self, span: Span) -> Any:
+        """See `FlatStorage.weights`.
+
+        Of weights that this rank has all of in memory of its own, all: what is set from outside
+        must reach the other ranks' parts of them, too.
+        """
+        if self.is_whole and not self.is_node_shared:
+            return super().view(span, self._data)
+        return self.view(span, self.data)
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: this rank's elements of each parameter, possibly none."""

@@ -311,7 +311,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
         Optimizers over the parts are of no use afterwards.
         """
         storage = self.storage
-        views = {span.parameter.name: storage.view(span, storage.data) for span in storage.spans}
+        views = {span.parameter.name: storage.weights(span) for span in storage.spans}
         values = {
             name: view.gather() if isinstance(view, ShardedArray) else view
             for name, view in views.items()
