@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnmpi.base.errors import CommError
 from nnmpi.comm.synchrony.sync import Bound
 
 
@@ -146,16 +145,7 @@ class ConsistencyController:
         self.clocks.limit_lag(bound)
 
     def add_gradient(self, worker: int) -> None:
-        """Note that a worker's gradient has arrived, and that the worker waits.
-
-        Raises:
-            CommError: for a worker without a task.
-        """
-        if self._waiting[worker]:
-            raise CommError(
-                f"a gradient came from worker {worker}, which still waits for the reply to its"
-                " last one"
-            )
+        """Note that a worker's gradient has arrived, and that the worker waits."""
         self.arrived += 1
         self._waiting[worker] = True
         self.clocks.done(worker)

@@ -49,9 +49,6 @@ all-reduce is better.
 
 A message is a header and the values of the flat arrays. All messages of a kind have the same
 length, so that a receive can be posted before the message's content is decided.
-
-Every message has its segment and the number of gradients that its worker has pushed; every gradient
-has the version of its weights. So a message at the wrong time is an error, not a wrong update.
 """
 
 from collections import Counter
@@ -91,8 +88,7 @@ class Push:
         signal: the number of a signal that the worker got, 0 for none. After a signal no new batch
             begins.
         broken: whether the gradient is unusable; the segment ends at once.
-        segment, sequence: the number of the segment, and of the worker's gradient in this run.
-        version: of the weights on which the gradient was computed. `PushPull` sets these three.
+        version: of the weights on which the gradient was computed; `PushPull` sets it.
     """
 
     batch: int
@@ -109,8 +105,6 @@ class Push:
     input_s: float = 0.0
     signal: int = 0
     broken: bool = False
-    segment: int = 0
-    sequence: int = 0
     version: int = 0
 
     @property
@@ -172,9 +166,6 @@ class ParameterServer:
             push: the gradient's header.
             grads: one array per flat buffer, which must not change until `release` lets a worker
                 continue.
-
-        Raises:
-            CommError: for a worker that may not continue yet.
         """
         self.controller.add_gradient(worker)
         if push.broken:
@@ -242,8 +233,6 @@ class Reply:
 
     batch: int
     part: int
-    segment: int
-    sequence: int
     version: int
 
 
@@ -282,23 +271,10 @@ class MessageBuffer:
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 
 
-OVER, WAITS, COMPUTES = "the segment is over", "a reply is outstanding", "a task is computed"
-# Of a worker: state -> call, or kind of reply -> next state. What is missing is refused.
-_NEXT = {
-    OVER: {"open": WAITS, "finish": OVER},
-    WAITS: {"pull": WAITS, "task": COMPUTES, "end": OVER},
-    COMPUTES: {"push": WAITS},
-}
-_REFUSED = {
-    "open": "segment {} is not over yet; call finish() on all ranks before open()",
-    "pull": "there is nothing to pull; a worker calls open, then pull and push in turn",
-    "push": "there is nothing to push; a worker pulls first, and stops when there is no task",
-    "finish": "segment {} is not over for this worker; pull and push until it has no task",
-}
-
-
 class PushPull:
     """A rank's part in training through a parameter server. Making one is collective.
+
+    A worker calls `open`, then `pull` and `push` in turn until `pull` has no task, then `finish`.
 
     Args:
         group: all ranks.
@@ -308,9 +284,6 @@ class PushPull:
             and before any worker continues: if it closes the controller, no further task is
             assigned.
         backend: of the model's arrays; NumPy by default.
-
-    Raises:
-        CommError: from all methods, for a message at the wrong time.
     """
 
     def __init__(
@@ -331,11 +304,9 @@ class PushPull:
         self._sent = {p: MessageBuffer(sent, storage.data, backend) for p in peers}
         self._receives: dict[int, MessageRequest] = {}  # receives by peer
         self._sends: dict[int, MessageRequest] = {}  # the last send by peer
-        self._segment = self._sequence = self._version = 0  # the last two: this worker's
-        # at the server, by worker: gradients received, version of the weights sent
-        self._received_count, self._sent_version = [0] * group.size, [0] * group.size
+        self._version = 0  # of the weights that this worker has
         self._reply: Reply | None = None
-        self._state = OVER
+        self._is_over = True
 
     @property
     def messages(self) -> int:
@@ -358,10 +329,14 @@ class PushPull:
             bound: see `consistency.WorkerClocks`.
 
         Raises:
-            CommError: when the last segment was not finished.
+            CommError: when an error ended the last segment on this rank.
         """
-        self._move("open")
-        self._segment += 1
+        if not self._is_over:
+            raise CommError(
+                "an error ended the last segment on this rank, and other ranks may still be in it;"
+                " make a new AsynchronousWorker on all ranks"
+            )
+        self._is_over = False
         self._messages.sent = self._messages.sent_bytes = 0
         if self._server is None:
             self._expect(0)
@@ -370,31 +345,19 @@ class PushPull:
             self._answer(self._server)
 
     def pull(self) -> Task | None:
-        """Wait for the server's weights in `storage.data`; return the next task, None at the end.
-
-        Raises:
-            CommError: when nothing was pushed since the last call, or for a reply at the wrong
-                time.
-        """
-        self._move("pull")
+        """Wait for the server's weights in `storage.data`; return the next task, or None."""
         while self._reply is None:
             self._wait_until(self.poll)
         reply, self._reply = self._reply, None
-        self._move("end" if reply.batch < 0 else "task")
-        return None if self._state == OVER else Task(reply.batch, reply.part)
+        return None if reply.batch < 0 else Task(reply.batch, reply.part)
 
     def push(self, push: Push) -> None:
         """Send the gradient in `storage.grads`; do not change it until the next `pull` returns.
 
         Args:
             push: the gradient's header. The values of a broken gradient are ignored.
-
-        Raises:
-            CommError: when nothing was pulled since the last call.
         """
-        self._move("push")
-        self._sequence += 1
-        push = replace(push, segment=self._segment, sequence=self._sequence, version=self._version)
+        push = replace(push, version=self._version)
         if self._server is None:
             self._expect(0)
             self._send(0, push, self._storage.grads)
@@ -423,18 +386,14 @@ class PushPull:
         self._wait_until(lambda: self.poll() and False, until_s)
 
     def finish(self) -> None:
-        """End the segment: serve until it is over, then broadcast the weights. Collective.
-
-        Raises:
-            CommError: on a worker for which the segment is not over yet.
-        """
-        self._move("finish")
+        """End the segment: serve until it is over, then broadcast the weights. Collective."""
         while self._server is not None and not self._server.controller.is_over:
             self._wait_until(self.poll)
         self._wait_until(self._all_sent)
         if self._server is not None:
             self._server.close()
         self.broadcast(self._storage.data)
+        self._is_over = True
 
     def broadcast(self, arrays: Sequence[Array]) -> None:
         """Give all ranks the server's arrays. Collective."""
@@ -445,24 +404,10 @@ class PushPull:
         """Free the communicator, between two segments. Collective."""
         self._messages.free()
 
-    def _move(self, event: str) -> None:
-        """Enter the state that follows an event, or refuse it."""
-        if event not in _NEXT[self._state]:
-            raise CommError(_REFUSED[event].format(self._segment))
-        self._state = _NEXT[self._state][event]
-
     def _take(
         self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]
     ) -> None:
         """Give a gradient to the server, and reply to all workers that may continue now."""
-        self._received_count[worker] += 1
-        self._check(push, self._received_count[worker], f"a gradient of worker {worker}")
-        if push.version != self._sent_version[worker]:
-            raise CommError(
-                f"worker {worker} pushed a gradient of version {push.version} of the weights, but"
-                f" got version {self._sent_version[worker]} last; a worker must compute on"
-                " what it pulled"
-            )
         server.push(worker, push, grads)
         if self._on_push is not None:
             self._on_push(worker, push)
@@ -474,8 +419,7 @@ class PushPull:
         for worker in sorted(released, key=lambda worker: worker == 0):
             task = released[worker]
             batch, part = (-1, -1) if task is None else (task.batch, task.part)
-            reply = Reply(batch, part, self._segment, self._received_count[worker], server.version)
-            self._sent_version[worker] = server.version
+            reply = Reply(batch, part, server.version)
             if worker == 0:
                 self._accept(reply, server.master)
                 continue
@@ -484,18 +428,9 @@ class PushPull:
             self._send(worker, reply, server.master)
 
     def _accept(self, reply: Reply, weights: Sequence[Array]) -> None:
-        self._check(reply, self._sequence, f"a reply to worker {self._group.rank}")
         self._reply, self._version = reply, reply.version
         for target, values in zip(self._storage.data, weights, strict=True):
             target[...] = values
-
-    def _check(self, message: Push | Reply, sequence: int, label: str) -> None:
-        if (message.segment, message.sequence) != (self._segment, sequence):
-            raise CommError(
-                f"{label} has segment {message.segment}, gradient {message.sequence}, but segment"
-                f" {self._segment}, gradient {sequence} must come now; all ranks must call open,"
-                " pull, push and finish for the same segments"
-            )
 
     def _expect(self, peer: int) -> None:
         self._receives[peer] = self._messages.receive(self._received[peer].buffer, peer, TAG)
