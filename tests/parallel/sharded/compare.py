@@ -49,9 +49,7 @@ def regions(model):
     }
 
 
-def check_equal(
-    group, build, shape, dtype="float64", table=None, rows=5, sample=None, sharded_at_least=1
-):
+def check_equal(group, build, shape, dtype="float64", table=None, rows=5, sharded_at_least=1):
     """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded
     one.
 
@@ -62,7 +60,7 @@ def check_equal(
     x, y = images(rows, shape, dtype)
     full = build().initialize(seed=3, dtype=dtype)
     ours = build()
-    shard(ours, group, table, sample)
+    shard(ours, group, table)
     ours.initialize(seed=3, dtype=dtype)
     names = [name for name, _ in full.named_parameters()]
     problems = (
