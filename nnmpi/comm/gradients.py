@@ -100,8 +100,8 @@ class BucketedAllReduce:
         buffers: flat gradient buffers, 1-D NumPy or device arrays; the same lengths and dtypes on
             all ranks.
         spans: the range of each parameter's gradient, in order of registration.
-        algorithm: for all buckets, or a list with one for each; "auto" means `fit.choose`. Without
-            shared memory, "shared" becomes "native", and the choice gives the reason.
+        algorithm: "auto" means `fit.choose` for each bucket. Without shared memory, "shared"
+            becomes "native", and the choice gives the reason.
         bucket_bytes: the longest bucket, unless a single gradient is longer. None: 4 MiB with
             `overlap`; without it one bucket for each buffer.
         overlap: whether buckets are launched as they become complete; otherwise all are summed in
@@ -124,7 +124,7 @@ class BucketedAllReduce:
         group: Group,
         buffers: Sequence[CommBuffer],
         spans: Sequence[GradientRange],
-        algorithm: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
+        algorithm: AlgorithmLike = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
@@ -139,20 +139,10 @@ class BucketedAllReduce:
         with agreed(group):
             itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
             self.buckets = tuple(plan_buckets(spans, itemsizes, bucket_bytes))
-            given = (
-                [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
-            )
-            for name in {*given} - {AUTO, NATIVE, SHARED}:
-                result = find_collective(ALL_REDUCE.name, name)
-                if not isinstance(name, str):
+            if algorithm not in (AUTO, NATIVE, SHARED):
+                result = find_collective(ALL_REDUCE.name, algorithm)
+                if not isinstance(algorithm, str):
                     proved_steps(result, group.size)
-            count = len(self.buckets)
-            names = given * count if len(given) == 1 else given
-            if len(names) != count:
-                raise UsageError(
-                    f"{len(names)} all-reduce algorithms are given for {count} buckets; give one,"
-                    " or one for each"
-                )
         require_equal(
             group,
             [
@@ -166,10 +156,7 @@ class BucketedAllReduce:
         self._outer, self._group = group, group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
         self._lengths = [part.nbytes for part in parts]
-        bound = [
-            self._bind(part, name, tag)
-            for tag, (part, name) in enumerate(zip(parts, names, strict=True))
-        ]
+        bound = [self._bind(part, algorithm, tag) for tag, part in enumerate(parts)]
         self._sums = [pending for pending, _ in bound]
         self.choices = tuple(choice for _, choice in bound)
         self._bytes = sum(self._lengths)

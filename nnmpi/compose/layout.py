@@ -278,9 +278,9 @@ class GradientExchange:
         [4, 4]
     """
 
-    allreduce: AllReduceName | Algorithm | Sequence[AllReduceName | Algorithm] = AUTO
-    """All-reduce of the gradients. Or a function (rank, size) of your own, proved before it runs;
-    in Python also a list with one for each bucket.
+    allreduce: AllReduceName | Algorithm = AUTO
+    """All-reduce of the gradients. Or a function (rank, size) of your own, proved before it
+    runs.
     """
     sum: Callable[..., Any] | None = None
     """A way of your own to sum gradients: a class derived from `nnmpi.parallel.GradientSum`, made

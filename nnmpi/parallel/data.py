@@ -436,7 +436,7 @@ class DataParallel(Replicas, read_once="exchange"):
     Args:
         model, group, runs_backward: see `Replicas`.
         allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto",
-            "native" or "ring"; or one name for each bucket.
+            "native" or "ring"; or a function of your own.
         bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
             `comm.gradients`).
         overlap: whether buckets are summed while the backward pass still runs, or all at its end.
@@ -486,7 +486,7 @@ class DataParallel(Replicas, read_once="exchange"):
         self,
         model: Module,
         group: Group,
-        allreduce: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
+        allreduce: AlgorithmLike = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         runs_backward: bool = True,
@@ -570,20 +570,19 @@ class DataParallel(Replicas, read_once="exchange"):
 
 
 def _share_gradients(
-    storage: FlatStorage, group: Group, allreduce: AlgorithmLike | Sequence[AlgorithmLike]
+    storage: FlatStorage, group: Group, allreduce: AlgorithmLike
 ) -> tuple[list[Array], str]:
     """Move gradients to shared memory, if useful; return its arrays, and why there are none.
 
     "auto" moves them although it may choose another algorithm later: it can choose shared memory
     only if the gradients are there.
     """
-    names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
     long = any(grad.nbytes >= SHARED_BYTES for grad in storage.grads)
     if (
         any(map(is_device, storage.grads))  # staging allocates its own buffers in shared memory
         or any(storage.rank_local)
         or group.size == 1
-        or not (SHARED in names or (AUTO in names and long))
+        or not (allreduce == SHARED or (allreduce == AUTO and long))
     ):
         return [], ""
     arrays: list[Array] = []

@@ -196,26 +196,6 @@ def test_buffers_in_shared_memory_are_summed_there(group, overlap):
     assert group.size == 1 or "shared" in names
 
 
-@pytest.mark.simulated
-def test_each_bucket_can_have_an_algorithm_of_its_own(group):
-    spans = layout([1000, 1000, 1000])
-    buffers = arrays(spans, ["float32"])
-    usage_error(
-        "2 all-reduce algorithms are given for 3 buckets",
-        BucketedAllReduce,
-        group,
-        buffers,
-        spans,
-        ["ring", "tree"],
-        bucket_bytes=4000,
-    )
-    exchange = BucketedAllReduce(
-        group, buffers, spans, ["ring", "tree", "native"], bucket_bytes=4000
-    )
-    assert [choice.algorithm for choice in exchange.choices] == ["ring", "tree", "native"]
-    assert train(group, exchange, buffers, spans, 1)
-
-
 @pytest.mark.mpi
 def test_time_under_way_is_hidden_only_while_the_rank_computes(group):
     spans = layout([1000, 1000])
