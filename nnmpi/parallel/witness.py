@@ -44,6 +44,7 @@ from nnmpi.nn.mode import last_masks
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import Reduced
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.tensor.elementwise import Pointwise
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 
@@ -757,6 +758,21 @@ def _operations(loss: Tensor) -> Iterator[Function]:
             waiting += [edge for edge in node.edges or () if isinstance(edge, Function)]
 
 
+def _has_own_factors(node: Function, place: int) -> bool:
+    """Return whether an operation may multiply each element's gradient by another number.
+
+    Those of a rank's elements may be equal by chance: of its only row, or of its only class.
+
+    Args:
+        place: of the input with a gradient.
+    """
+    saved = node.saved
+    if isinstance(node, Pointwise) and node.name in ("multiply", "divide"):
+        others = [item for i, item in zip(node.rule.saves, saved, strict=True) if i == 1 - place]
+        saved = tuple(others) if node.name == "multiply" or place == 0 else saved
+    return any(getattr(item, "ndim", 0) > 0 for item in saved)
+
+
 def _factor(loss: Tensor) -> Sequence[str] | None:
     """Return by what the sum of the losses is multiplied behind it.
 
@@ -772,7 +788,7 @@ def _factor(loss: Tensor) -> Sequence[str] | None:
         if len(edges) != 1 or not is_own(type(node)) or node.is_call:
             return None
         ((place, edge),) = edges
-        if not isinstance(edge, Function):
+        if not isinstance(edge, Function) or _has_own_factors(node, place):
             return None
         grad, node = node.backward(grad)[place], edge
     if node is None or node.averages or not grad.size:

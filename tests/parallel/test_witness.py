@@ -32,6 +32,7 @@ from nnmpi.parallel.witness import EVERY, RowShare, compare, is_due
 from nnmpi.tensor import Tensor
 from tests.harness.refusals import caught, told_on_all
 from tests.parallel.witnessed import LOOPS, WAYS, Program, Scaled, X, Y
+from tests.worker_options import work
 
 TRAIN = data.Dataset("train", X, Y, classes=3)
 X64, Y64 = X[:46].astype("float64"), Y[:46]
@@ -899,6 +900,18 @@ def test_values_as_text():
     assert as_text({"b", "a", "c"}) == "{'a', 'b', 'c'}"
     assert " at 0x" not in as_text([lambda: 0, {"key": object()}])
     assert as_text(Tensor(long)) == as_text(long)
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_losses_with_factors_of_their_own_are_not_compared(group):
+    """All of a rank's may be equal, as those of its only class."""
+    weights = np.array([1.0, 2.0, 3.0], "float32")
+
+    def loss(logits, labels):
+        return ops.cross_entropy(logits, labels, reduction="none") * weights[labels]
+
+    worker = work(models.mlp((4,), 3).initialize(seed=0), group, loss=loss)
+    worker.step(np.ones((2, 4), "float32"), np.full(2, group.rank))
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
