@@ -16,6 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import TokenGenerator, choose_token
+from nnmpi.data.chat import template_of
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.models.pretrained import read_ends
 from nnmpi.train.config import SEQUENCE_MODELS
@@ -37,6 +38,10 @@ class WritingConfig:
 
     prompt: str = ""
     """Start of the text; for a run without a tokenizer, token numbers such as "17 4"."""
+    chat: bool = False
+    """Have --prompt be what a user says, and print what the assistant answers, by the chat template
+    that stands beside the tokenizer.
+    """
     tokens: int = 200
     """Maximum number of tokens to generate; the text may end sooner."""
     temperature: float = 1.0
@@ -81,9 +86,7 @@ def main(words: Sequence[str], group: Group) -> None:
     generator = TokenGenerator(run.arrangement, run.backend, run.config.numerics.precision)
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
-    prompt, ends = on_root(
-        group, partial(_tokens, options.prompt, tokenizer, run.classes, Path(folder))
-    )
+    prompt, ends = on_root(group, partial(_tokens, options, tokenizer, run.classes, Path(folder)))
     choose = partial(
         choose_token,
         draw=np.random.default_rng(options.seed),
@@ -99,7 +102,7 @@ def main(words: Sequence[str], group: Group) -> None:
         if token in ends:
             break
         written.append(token)
-    seconds, text = clock.now() - ready, [*prompt, *written]
+    seconds, text = clock.now() - ready, written if options.chat else [*prompt, *written]
     generator.release()
     console.finish(
         " ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text),
@@ -109,10 +112,13 @@ def main(words: Sequence[str], group: Group) -> None:
 
 
 def _tokens(
-    prompt: str, tokenizer: Tokenizer | None, vocabulary: int, folder: Path
+    options: WritingConfig, tokenizer: Tokenizer | None, vocabulary: int, folder: Path
 ) -> tuple[list[int], list[int]]:
     """Return a prompt's tokens, and the tokens that end a text."""
-    named = read_ends(folder)
+    named, prompt = read_ends(folder), options.prompt
+    if options.chat:
+        template = template_of({} if tokenizer is None else tokenizer.beside, folder)
+        prompt = template.render([{"role": "user", "content": prompt}], begins_reply=True)
     if tokenizer is not None:
         require(
             tokenizer.vocabulary_size <= vocabulary,

@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import DataError, UsageError, shortened
-from nnmpi.base.files import foreign, read_json
 from nnmpi.data.json_lines import json_objects
-from nnmpi.data.tokenizer import CONFIG_FILE, find_tokenizer
+from nnmpi.data.tokenizer import (
+    CONFIG_FILE,
+    TEMPLATE,
+    TEMPLATE_FILE,
+    find_tokenizer,
+    read_words,
+)
 
 MESSAGES = "messages"  # the column
-TEMPLATE_FILE = "chat_template.jinja"
 ASSISTANT = "assistant"
 
 ChatMessage = Mapping[str, str]
@@ -34,7 +38,7 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: the file that errors name.
+        source: the folder that errors name.
         text: of the template, in Jinja.
         tokens: the special tokens that it may name, such as bos_token.
 
@@ -126,29 +130,33 @@ def read_template(tokenizer: str) -> ChatTemplate:
     """
     found = find_tokenizer(tokenizer)
     folder = Path(tokenizer) if found is None else found.parent
-    config, file = folder / CONFIG_FILE, folder / TEMPLATE_FILE
-    values: Any = {}
-    if config.is_file():
-        with foreign(config, DataError, "no JSON"):
-            values = dict(read_json(config))
-    if file.is_file():
-        with foreign(file, DataError, "no text"):
-            text: Any = file.read_text("utf-8")
-    else:
-        file, text = config, values.get("chat_template")
+    return template_of(read_words(folder), folder)
+
+
+def template_of(words: Mapping[str, Any], folder: Path) -> ChatTemplate:
+    """Return the chat template among what stands beside a tokenizer; see `read_words`.
+
+    Args:
+        folder: of the tokenizer, which errors name.
+
+    Raises:
+        UsageError: without one, or as `ChatTemplate`.
+    """
+    text = words.get(TEMPLATE)
     if isinstance(text, list):  # several, by name
         text = next((item["template"] for item in text if item.get("name") == "default"), None)
     if not isinstance(text, str):
         raise UsageError(
-            f"tokenizer {tokenizer} has no chat template, which makes {MESSAGES} a text; give one"
+            f"tokenizer {folder} has no chat template, which makes {MESSAGES} a text; give one"
             f" that has, in {TEMPLATE_FILE} or {CONFIG_FILE}"
         )
-    named = {key: value for key, value in values.items() if key.endswith("_token")}
     tokens = {
-        key: value["content"] if isinstance(value, dict) else value for key, value in named.items()
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in words.items()
+        if key != TEMPLATE
     }
     return ChatTemplate(
-        file, text, {key: value for key, value in tokens.items() if isinstance(value, str)}
+        folder, text, {key: value for key, value in tokens.items() if isinstance(value, str)}
     )
 
 

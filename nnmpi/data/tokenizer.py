@@ -16,11 +16,12 @@ import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from nnmpi.base.settled import Settled
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE, TEMPLATE = "chat_template.jinja", "chat_template"
 END_FILES = (CONFIG_FILE, "special_tokens_map.json", "config.json")  # these may name the end token
 ADDED_FILE = "added_tokens.json"
 SAVED_ANEW = (
@@ -59,12 +61,14 @@ class Tokenizer(Settled, ABC, read_once="name end end_text vocabulary_size"):
         end: the end token.
         end_text: its spelling in tokenizer.json.
         vocabulary_size: the number of tokens, which are 0..vocabulary_size-1.
+        beside: what its CONFIG_FILE says of special tokens and conversations, see `read_words`.
     """
 
     name: str
     end: int
     end_text = ENDS[0]
     vocabulary_size: int
+    beside: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -107,8 +111,9 @@ class Tokenizer(Settled, ABC, read_once="name end end_text vocabulary_size"):
         write_atomically(folder / LIBRARY_FILE, self.to_json().encode(), root)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.end_text,
             "bos_token": self.end_text,
+            **self.beside,
+            "eos_token": self.end_text,
         }
         write_json(folder / CONFIG_FILE, config, root)
 
@@ -134,6 +139,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             " path of a saved tokenizer"
         )
     if built_in := _read_built_in(result):
+        built_in.beside = read_words(result.parent)
         return built_in
     try:
         library = importlib.import_module("tokenizers")
@@ -146,7 +152,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     with foreign(result, DataError, "not a tokenizer"):
         inner = library.Tokenizer.from_file(str(result))
         _check_added(result.parent, inner)
-        return LibraryTokenizer(inner, ends)
+        tokenizer = LibraryTokenizer(inner, ends)
+    tokenizer.beside = read_words(result.parent)
+    return tokenizer
 
 
 def _read_beside(folder: Path, name: str) -> dict[str, Any]:
@@ -163,6 +171,20 @@ def _read_beside(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"{file}: it holds no JSON object")
     return values
+
+
+def read_words(folder: Path) -> dict[str, Any]:
+    """Return the special tokens by name, and the chat template, that stand beside a tokenizer.
+
+    Raises:
+        DataError: for an unreadable file.
+    """
+    values = _read_beside(folder, CONFIG_FILE)
+    words = {key: value for key, value in values.items() if key.endswith("_token")}
+    if (file := folder / TEMPLATE_FILE).is_file():
+        with foreign(file, DataError, "no text"):
+            return {**words, TEMPLATE: file.read_text("utf-8")}
+    return words if values.get(TEMPLATE) is None else {**words, TEMPLATE: values[TEMPLATE]}
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

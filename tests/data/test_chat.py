@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from nnmpi.commands.generate import main as generate
 from nnmpi.data import IGNORED, TextSource
 from nnmpi.data.chat import read_template
 from nnmpi.data.text import load_text, prepare_tokens
-from nnmpi.data.tokenizer import ByteTokenizer
+from nnmpi.data.tokenizer import ByteTokenizer, load_tokenizer
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
 from tests.harness.refusals import data_error, usage_error
@@ -110,6 +111,24 @@ def test_a_model_is_trained_on_them(folder, tmp_path, capfd):
     )
     on_ranks(train, words, 2)
     assert "test accuracy" in capfd.readouterr().out
+    # its model speaks with the same template and tokens, here and in transformers
+    for saved in ("model", "tokenizer"):
+        config = json.loads((tmp_path / "run" / saved / "tokenizer_config.json").read_text())
+        assert config["chat_template"] == CHATML and config["bos_token"] == BOS
+    for run in ("run", "run/model"):
+        on_ranks(generate, f"{tmp_path / run} --chat --prompt Hi --tokens 3 --temperature 0")
+    first, second = capfd.readouterr().out.splitlines()[::2]
+    assert first == second and "user" not in first
+    other = tmp_path / "other"
+    other.mkdir()
+    load_tokenizer(tmp_path / "run" / "model").save(other)
+    assert read_template(str(other)).render(TALK) == read_template(str(folder)).render(TALK)
+
+
+def test_a_text_without_a_template_is_no_answer(tmp_path):
+    words = "--model gpt --features 8 --heads 2 --layers 1 --dataset paradise-lost --max-steps 1"
+    on_ranks(train, f"{words} --out {tmp_path / 'run'}")
+    usage_error("has no chat template", on_ranks, generate, f"{tmp_path / 'run'} --chat")
 
 
 @pytest.mark.parametrize(
