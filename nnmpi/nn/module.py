@@ -37,6 +37,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import active
+from nnmpi.backend.rotary import Rotary
 from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
@@ -806,7 +807,7 @@ class Module(Settled):
             raise UsageError(f"{type(self).__name__} has no module {name!r} that can be replaced")
 
 
-SETTINGS = (bool, float, int, str, FunctionType, type(None))  # what `Module.settings` shows
+SETTINGS = (bool, float, int, str, FunctionType, Rotary, type(None))  # what `Module.settings` shows
 STRUCTURE = (Module, Parameter, Buffer, list, tuple, dict)
 PARTS = (Module, Parameter)
 

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from nnmpi import Layout, arrange, models, nn, simulate
+from nnmpi import Layout, Worker, arrange, models, nn, optim, simulate
 from nnmpi.base.errors import ShapeError
 from nnmpi.models.llama_files import LlamaSize
 from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_pretrained
@@ -55,6 +55,17 @@ def test_what_it_cannot_take():
     refuses(ShapeError, "a context of 9 needs tokens", model, np.zeros((2, 10), np.int64))
     usage_error("give a multiple of the heads", models.llama, 5, 5, 10, 1, 3)
     usage_error("llama has no dropout", SIZE.build, 0.1)
+
+
+@pytest.mark.parametrize("name", ["theta", "scaling"])
+def test_ranks_that_turn_differently_are_refused(name):
+    def program(group):
+        given = {"theta": 10.0 + group.rank, "scaling": nn.RotaryScaling(2.0 + group.rank)}
+        model = LlamaSize(**{**vars(SIZE), name: given[name]}).build().initialize(0)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
+        worker.step(np.zeros((2, 4), np.int64), np.zeros((2, 4), np.int64))
+
+    usage_error("the ranks differ in layers: .* Rotary", simulate, program, 2)
 
 
 @pytest.mark.parametrize("name", SIZES)
