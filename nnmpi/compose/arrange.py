@@ -304,7 +304,8 @@ def arrange(
 
     Args:
         model: built, not initialized, the same on all ranks.
-        sample: a microbatch's input, or an array like it, for split "auto".
+        sample: a microbatch's input, or an array like it, for split "auto" and sharding by image
+            rows.
         dtype: of the parameters, "float32" or "float64", with which `initialize` then draws them.
             By default `initialize` decides, and bytes are counted as of float32.
 
@@ -361,8 +362,9 @@ def arrange(
             for _, module in model.named_modules():
                 if isinstance(module, CausalSelfAttention):
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
+        shape = None if sample is None else tuple(sample.shape[1:])
         logits = (
-            shard(model, bound.tp, layout.table, keep_classes_sharded=True)
+            shard(model, bound.tp, layout.table, shape, keep_classes_sharded=True)
             if mesh.tp > 1
             else REPLICATED
         )

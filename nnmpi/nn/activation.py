@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
+from math import prod
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from nnmpi.backend.array import namespace
+from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
@@ -211,6 +212,10 @@ class Flatten(Module):
     """(batch, ...) -> (batch, features)"""
 
     reach = Reach.ELEMENT
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (prod(shape),)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with all axes but the first flattened into one."""

@@ -10,6 +10,7 @@ from nnmpi.backend.windows import PairLike, Triple, pair, triple
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.nn.sharding import Reach
+from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.convolution import conv2d, conv3d, conv_transpose2d
 from nnmpi.ops.pool import (
     AvgPool2dFunction,
@@ -98,6 +99,15 @@ class Conv2d(Module, read_once="extra_padding"):
         channels = in_channels, out_channels, groups
         self.weight, self.bias = _parameters("Conv2d", (rows, columns), channels, bias, init)
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        if len(shape) != 3:
+            return None
+        rows, columns, _, channels = self.weight.shape
+        spec = ConvSpec((rows, columns), self.stride, self.padding, self.dilation)
+        more_rows, more_columns = self.extra_padding
+        return (*spec.pooled_size(shape[0] + more_rows, shape[1] + more_columns), channels)
+
     def bordered(self, x: Tensor) -> Tensor:
         """Return images with their extra padding."""
         rows, columns = self.extra_padding
@@ -115,6 +125,11 @@ class Conv2d(Module, read_once="extra_padding"):
 
 class _OverTime:
     """A layer of images, over (batch, time, channels)."""
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`."""
+        after = super().shape_after((1, *shape)) if len(shape) == 2 else None  # type: ignore[misc]
+        return None if after is None else after[1:]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_time, channels)."""
@@ -278,6 +293,10 @@ class Pool2d(Module, read_once="over"):
     ) -> None:
         self.over = pool_windows(kernel_size, stride, padding)
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        return (*self.over.out(*shape[:2]), shape[2]) if len(shape) == 3 else None
+
 
 class MaxPool2d(Pool2d):
     """Max-pooling; padding is never the maximum. Arguments as for `Pool2d`."""
@@ -335,6 +354,13 @@ class Pool3d(Module, read_once="in_plane in_depth"):
     ) -> None:
         self.in_plane, self.in_depth = pool_volumes(kernel_size, stride, padding)
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no volume."""
+        if len(shape) != 4:
+            return None
+        depth, h, w, channels = shape
+        return self.in_depth.out(depth, 1)[0], *self.in_plane.out(h, w), channels
+
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_d, out_h, out_w, channels)."""
         return pooled3d(self.kind, x, self.in_plane, self.in_depth)
@@ -356,6 +382,10 @@ class GlobalAvgPool2d(Module):
     """Mean of each channel over the image: (batch, h, w, channels) -> (batch, channels)."""
 
     reach = Reach.CHANNEL
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return shape[-1:]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
@@ -379,6 +409,10 @@ class _AdaptivePool2d(Module):
 
     def __init__(self, output_size: PairLike) -> None:
         self.output_size = pair("output_size", output_size, 1)
+
+    def shape_after(self, shape: Shape) -> Shape:
+        """See `Module.shape_after`."""
+        return (*self.output_size, shape[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, rows, columns, c)."""
@@ -434,6 +468,13 @@ class Upsample(Module):
 
     def __init__(self, scale_factor: PairLike) -> None:
         self.scale_factor = pair("scale_factor", scale_factor, 1)
+
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """See `Module.shape_after`; None if the sample is no image."""
+        if len(shape) != 3:
+            return None
+        (h, w, channels), (rows, columns) = shape, self.scale_factor
+        return h * rows, w * columns, channels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images."""

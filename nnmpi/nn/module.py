@@ -239,6 +239,14 @@ class Module(Settled):
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
+    def shape_after(self, shape: Shape) -> Shape | None:
+        """Return the shape of a sample after a layer, given that before it; None if unknown.
+
+        Args:
+            shape: without the batch.
+        """
+        return shape if own_reach(self) else None
+
     def input_features(self) -> int | None:
         """Return the length of the input's last axis, if a layer's parameters define it."""
         return None

@@ -62,8 +62,9 @@ class Reach(Enum):
         CHANNEL    its own channel: the layer computes sharded channels
         ALL        other features as well: the layer gets full inputs
 
-    Such a layer follows the placement of its input, unless the table says REPLICATED. A subclass
-    may compute something else, so it says it anew.
+    Such a layer follows the placement of its input, unless the table says REPLICATED, and its
+    result has its input's shape, unless it has a `shape_after` of its own. A subclass may compute
+    something else, so it says it anew.
     """
 
     ELEMENT = "element"

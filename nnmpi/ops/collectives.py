@@ -78,12 +78,14 @@ class _Regions:
         axis = placement.axis % len(shape)
         if not is_full:
             width, local = placement.width(group.size, group.rank), shape[axis]
+            placement.check_known(group.size)
             repeats = local // width if placement.repeats is None else placement.repeats
             shape = (*shape[:axis], placement.once * repeats, *shape[axis + 1 :])
         elif placement.repeats is not None and shape[axis] != placement.once * placement.repeats:
             raise ShapeError(
-                f"an activation of shape {shape} came to a layer that was sharded for"
-                f" {placement.once * placement.repeats} in dimension {axis}"
+                f"an activation of shape {shape} came, but the model was sharded for"
+                f" {placement.once * placement.repeats} in dimension {axis}; shard it for the"
+                " sample's shape"
             )
         self.shape = shape
         self.parts: list[Region] = [

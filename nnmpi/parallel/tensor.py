@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.nn.activation import Dropout, Flatten
@@ -52,9 +53,10 @@ from nnmpi.parallel.sharded.context import (
 )
 from nnmpi.parallel.sharded.elementwise import (
     place_batch_norm,
-    place_by_channels,
     place_dropout,
+    place_elementwise,
     place_flatten,
+    place_per_channel,
     place_whole,
 )
 from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
@@ -83,8 +85,8 @@ RULES: Mapping[type[Module], LayerRule] = {
     LSTM: place_lstm,
 }
 RULES_BY_REACH: Mapping[Reach, LayerRule] = {
-    Reach.ELEMENT: place_by_channels,
-    Reach.CHANNEL: place_by_channels,
+    Reach.ELEMENT: place_elementwise,
+    Reach.CHANNEL: place_per_channel,
     Reach.ALL: place_whole,
 }
 
@@ -127,6 +129,7 @@ def shard(
     model: Module,
     group: Group,
     table: ShardingTable | None = None,
+    sample: Shape | None = None,
     keep_classes_sharded: bool = False,
 ) -> Placement:
     """Replace a model's layers by this rank's shards; return the placement of its output.
@@ -141,6 +144,8 @@ def shard(
         group: the ranks that shard each layer.
         table: full names of modules, or patterns -> `Sharding`; by default the model's own, or if
             it has none, those of its modules.
+        sample: the shape of one sample, without the batch; needed where a rank may have no channel
+            of an image that is flattened.
         keep_classes_sharded: whether the result of a last layer with Sharding.VOCAB stays sharded,
             for a loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 
@@ -170,7 +175,7 @@ def shard(
             ' model.sharding = {"0": nn.Sharding.COLUMN}, or leave tp at 1'
         )
     sharder = ParameterSharder(group)
-    placement = ModelWalk(sharder, table).model(model, keep_classes_sharded)
+    placement = ModelWalk(sharder, table).model(model, sample, keep_classes_sharded)
     sharder.check(model)
     return placement
 
@@ -215,6 +220,14 @@ def _check_table(model: Module, table: ShardingTable) -> None:
             )
 
 
+@dataclass(frozen=True)
+class ActivationLayout:
+    """An activation's placement between two modules, and the full shape of a sample."""
+
+    placement: Placement
+    shape: Shape | None
+
+
 @dataclass
 class ModelWalk:
     """Walks through a model in the order of computation, and replaces its layers.
@@ -233,8 +246,12 @@ class ModelWalk:
     # A layer's replacement, by its id and the placement of its input.
     replacements: dict[tuple[int, Placement], Placed] = field(default_factory=dict)
 
-    def model(self, model: Module, keep_classes_sharded: bool) -> Placement:
-        """Shard the model, and return the placement of its result; see `shard`."""
+    def model(self, model: Module, sample: Shape | None, keep_classes_sharded: bool) -> Placement:
+        """Shard the model, and return the placement of its result.
+
+        Args:
+            model, sample, keep_classes_sharded: see `shard`.
+        """
         for name, module in model.named_modules():
             self.modules.append(module)
             match = find(self.table, name)
@@ -244,31 +261,37 @@ class ModelWalk:
         last = model
         while type(last) is Sequential and last.layers:
             last = last.layers[-1]
-        module, end = self.replace(model, "", REPLICATED)
+        module, end = self.replace(
+            model, "", ActivationLayout(REPLICATED, sample and tuple(sample))
+        )
         if not (keep_classes_sharded and self._sharding(last) is Sharding.VOCAB):
             module, end = self._replicate(module, end)
         if module is not model:
             raise LayoutError(
                 "the model itself would have to be replaced; put it into a Sequential"
             )
-        return end
+        return end.placement
 
-    def replace(self, module: Module, name: str, placement: Placement) -> Placed:
-        """Return a module's replacement, and the placement of its result.
+    def replace(
+        self, module: Module, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
+        """Return a module's replacement, and the layout of its result.
 
         Args:
             module: a layer, a container or a custom module.
             name: its full name in the model.
-            placement: of its input.
+            layout: of its input.
         """
         if type(module) is Sequential:
-            return module, self._sequence(module, name, placement)
+            return module, self._sequence(module, name, layout)
         if type(module) is Residual:
-            return self._residual(module, name, placement)
+            return self._residual(module, name, layout)
         if self._has_rule(module):
-            return self._layer(module, name, placement)
+            placed, placement = self._layer(module, name, layout)
+            shape = None if layout.shape is None else module.shape_after(layout.shape)
+            return placed, ActivationLayout(placement, shape)
         is_open = self._shard_inside(module, name)
-        before = None if placement.is_replicated else self._gather(placement)
+        before = None if layout.placement.is_replicated else self._gather(layout)
         # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
         after = (
             partial(gather_shards, group=TensorParallelGroup(self.sharder.group))
@@ -282,13 +305,15 @@ class ModelWalk:
                 module.set_child(names[-1], Redistributed(module.get(names[-1]), after=after))
             after = None
         result = module if before is after is None else Redistributed(module, before, after)
-        return result, REPLICATED
+        return result, ActivationLayout(REPLICATED, None)
 
     def _layer(
-        self, module: Module, name: str, placement: Placement, units: Units | None = None
+        self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None
     ) -> Placed:
         """Return a layer's replacement, the same one for all its uses with one input placement."""
-        context = LayerContext(name, placement, self._sharding(module), self.sharder, units)
+        context = LayerContext(
+            name, layout.placement, layout.shape, self._sharding(module), self.sharder, units
+        )
         placed = place(module, context)
         if any(item is module for _, item in placed[0].named_modules()):
             return placed
@@ -299,55 +324,61 @@ class ModelWalk:
             )
         vars(module)["_part"] = name  # which refuses to write to the module from now on
         elsewhere = [
-            key for key in self.replacements if key[0] == id(module) and key[1] != placement
+            key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement
         ]
         if elsewhere and isinstance(module, BatchNorm | Dropout):
             raise context.error(
                 "is used in several places of the model, where its inputs are sharded in different"
                 " ways; make a layer for each place"
             )
-        return self.replacements.setdefault((id(module), placement), placed)
+        return self.replacements.setdefault((id(module), layout.placement), placed)
 
-    def _sequence(self, sequence: Sequential, name: str, placement: Placement) -> Placement:
-        stashed: dict[str, Placement] = {}
+    def _sequence(
+        self, sequence: Sequential, name: str, layout: ActivationLayout
+    ) -> ActivationLayout:
+        stashed: dict[str, ActivationLayout] = {}
         for i, layer in enumerate(list(sequence.layers)):
             inside = _join(name, str(i))
             if isinstance(layer, Stash):
-                stashed[layer.name] = placement
+                stashed[layer.name] = layout
             elif isinstance(layer, Pop):
-                placement = self._join_stashed(layer, inside, placement, stashed)
+                layout = self._join_stashed(layer, inside, layout, stashed)
             else:
                 before = sequence.layers[i - 1] if i and _links(layer) else Stash("")
                 if not isinstance(before, Stash | Pop):
-                    sequence.layers[i - 1], placement = self._replicate(before, placement)
-                sequence.layers[i], placement = self.replace(layer, inside, placement)
-        return placement
+                    sequence.layers[i - 1], layout = self._replicate(before, layout)
+                sequence.layers[i], layout = self.replace(layer, inside, layout)
+        return layout
 
     def _join_stashed(
-        self, pop: Pop, name: str, placement: Placement, stashed: dict[str, Placement]
-    ) -> Placement:
+        self, pop: Pop, name: str, layout: ActivationLayout, stashed: dict[str, ActivationLayout]
+    ) -> ActivationLayout:
         """Shard the shortcut of a Pop, and refuse inputs in different placements."""
         if pop.name not in stashed:
-            return placement  # the sequence refuses it when it runs
+            return layout  # the sequence refuses it when it runs
         pop.shortcut, around = self._shortcut(pop, name, stashed.pop(pop.name))
-        if around != placement:
+        if around.placement != layout.placement:
             raise LayoutError(
                 f"layer {name!r} adds the stashed {pop.name!r}, but the two are sharded in"
                 " different ways; let the table replicate both, or use nn.Residual"
             )
-        return placement
+        return layout
 
-    def _residual(self, block: Residual, name: str, placement: Placement) -> Placed:
-        block.body, body = self.replace(block.body, _join(name, "body"), placement)
-        block.shortcut, around = self._shortcut(block, name, placement)
-        if body != around:
+    def _residual(
+        self, block: Residual, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
+        block.body, body = self.replace(block.body, _join(name, "body"), layout)
+        block.shortcut, around = self._shortcut(block, name, layout)
+        if body.placement != around.placement:
             block.body, body = self._replicate(block.body, body)
             block.shortcut, _ = self._replicate(block.shortcut, around)
         return block, body
 
-    def _shortcut(self, block: Pop | Residual, name: str, placement: Placement) -> Placed:
+    def _shortcut(
+        self, block: Pop | Residual, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
         shortcut = Sequential() if block.shortcut is None else block.shortcut
-        return self.replace(shortcut, _join(name, "shortcut"), placement)
+        return self.replace(shortcut, _join(name, "shortcut"), layout)
 
     def _shard_inside(self, module: Module, name: str) -> bool:
         """Shard a custom module's layers that the table names; return whether there are any.
@@ -361,12 +392,14 @@ class ModelWalk:
                 units = module.units.get(child_name)
                 units = units if units is not None and units.sharding is sharding else None
                 expects = assumed_placement(child, sharding, units)
-                placed, gives = self._layer(child, inside, expects, units)
+                placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
             elif type(child) in CONTAINERS and any(
                 self._sharding(item) for _, item in child.named_modules()
             ):
                 expects = gives = REPLICATED
-                placed, _ = self._replicate(*self.replace(child, inside, expects))
+                placed, _ = self._replicate(
+                    *self.replace(child, inside, ActivationLayout(expects, None))
+                )
             else:
                 is_sharded = self._shard_inside(child, inside) or is_sharded
                 continue
@@ -376,21 +409,25 @@ class ModelWalk:
             is_sharded = True
         return is_sharded
 
-    def _replicate(self, module: Module, placement: Placement) -> Placed:
-        """Return a module with an exchange that replicates its result, which has this placement."""
-        if placement.is_replicated:
-            return module, placement
+    def _replicate(
+        self, module: Module, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
+        """Return a module with an exchange that replicates its result, which has this layout."""
+        if layout.placement.is_replicated:
+            return module, layout
         if (
             type(module) is Sequential
             and module.layers
             and not isinstance(module.layers[-1], Stash | Pop)
         ):
-            module.layers[-1], end = self._replicate(module.layers[-1], placement)
+            module.layers[-1], end = self._replicate(module.layers[-1], layout)
             return module, end
-        return Redistributed(module, after=self._gather(placement)), REPLICATED
+        return Redistributed(module, after=self._gather(layout)), ActivationLayout(
+            REPLICATED, layout.shape
+        )
 
-    def _gather(self, placement: Placement) -> Callable[[Any], Any]:
-        return LayerContext("", placement, None, self.sharder).to_replicated()
+    def _gather(self, layout: ActivationLayout) -> Callable[[Any], Any]:
+        return LayerContext("", layout.placement, None, None, self.sharder).to_replicated()
 
     def _has_rule(self, module: Module) -> bool:
         """Return whether a rule replaces a module; branches have one if the table names them."""

@@ -99,6 +99,19 @@ class Placement:
             )
         return replace(self, repeats=repeats)
 
+    def check_known(self, size: int) -> None:
+        """Refuse a placement of unknown repeats if some rank has no unit to count them by.
+
+        Raises:
+            LayoutError: for such a placement.
+        """
+        if self.repeats is None and self.units < size:
+            raise LayoutError(
+                f"{self.units} channels of flattened images are on {size} ranks, and a rank"
+                " without any cannot infer the images' size; give shard() the shape of a sample,"
+                " or use fewer ranks"
+            )
+
     def width(self, size: int, rank: int) -> int:
         """Return the number of a rank's elements in each repeat."""
         return sum(map(len, self.ranges(size, rank)))

@@ -347,6 +347,15 @@ def test_a_layer_is_its_operation(name):
     np.testing.assert_allclose(y.data, expected(layer, Tensor(x)).data, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_shape_after_a_layer_is_its_results(name):
+    """Or unknown; a layer that says what it needs of its input knows it."""
+    make, x, _ = LAYERS[name]
+    layer = make().initialize(seed=1)
+    shape = layer.shape_after(x.shape[1:])
+    assert shape == layer(x).shape[1:] or (shape is None and own_reach(layer) is None)
+
+
 # with parameters, of which a rank has a part or all: see tests/parallel/sharded
 FOLLOWING = [
     name

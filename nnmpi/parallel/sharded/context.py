@@ -142,6 +142,7 @@ class LayerContext:
     Attributes:
         name: its full name in the model.
         placement: of its input activation.
+        shape: of a full sample of that activation, without the batch; None if unknown.
         sharding: the table's entry for the layer, or None.
         sharder: shards parameters for this rank.
         units: the units of the layer's sharded features; None for single features.
@@ -149,6 +150,7 @@ class LayerContext:
 
     name: str
     placement: Placement
+    shape: tuple[int, ...] | None
     sharding: Sharding | None
     sharder: ParameterSharder
     units: Units | None = None
@@ -181,6 +183,7 @@ class LayerContext:
         placement = self.placement
         if features is not None and placement.repeats is None:
             placement = placement.resolve(features)
+        placement.check_known(self.group.size)
         return partial(redistribute, way, group=self.group, placement=placement)
 
     def gather_for_sharded_weights(self, features: int) -> Redistribution:
@@ -251,7 +254,7 @@ def _cut(x: Tensor, placement: Placement, exchange: TensorParallelGroup, name: s
     """Return the shard of x in this placement; if the repeats are unknown, x is that shard."""
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
-        placement = replace(placement, repeats=x.shape[axis] // width)
+        placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
     return Shard(replace(placement, axis=axis), exchange, name)
 
 

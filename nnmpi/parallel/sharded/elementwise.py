@@ -8,6 +8,7 @@ without an exchange. A layer norm gets full activations.
 """
 
 from dataclasses import replace
+from math import prod
 
 from nnmpi.nn.activation import Dropout, Flatten
 from nnmpi.nn.module import Module
@@ -17,12 +18,23 @@ from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor
 
 
-def place_by_channels(layer: Module, context: LayerContext) -> Placed:
-    """Return the layer unchanged: it computes each element or channel by itself, and so any part.
+def place_elementwise(layer: Module, context: LayerContext) -> Placed:
+    """Return the layer unchanged: it computes each element by itself, and so any part.
 
     Parameters stay full on every rank, and the operation uses the part that its input needs.
     """
-    return context.on_parts(layer) if any(layer.named_weights()) else (layer, context.placement)
+    placement, count = context.placement, layer.input_features()
+    if not any(layer.named_weights()):
+        return layer, placement
+    if count is not None and not placement.is_replicated:
+        # a rank without any of the channels cannot tell how often they recur
+        context = replace(context, placement=placement.resolve(count))
+    return context.on_parts(layer)
+
+
+def place_per_channel(layer: Module, context: LayerContext) -> Placed:
+    """Return the layer unchanged: it computes each channel by itself."""
+    return layer, context.placement
 
 
 def place_whole(layer: Module, context: LayerContext) -> Placed:
@@ -31,14 +43,12 @@ def place_whole(layer: Module, context: LayerContext) -> Placed:
 
 
 def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
-    """Return the layer unchanged; its result is sharded like its input (see `placement`).
-
-    A rank without any of the channels could not tell how often they recur in the result: then all
-    flatten full images.
-    """
-    if context.placement.units < context.group.size:
-        return context.on_replicated(layer)
-    return layer, replace(context.placement, repeats=None)
+    """Return the layer unchanged; its result is sharded like its input (see `placement`)."""
+    if context.placement.is_replicated:
+        return layer, REPLICATED
+    if context.shape is None:
+        return layer, replace(context.placement, repeats=None)
+    return layer, replace(context.placement, repeats=prod(context.shape) // context.placement.once)
 
 
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:

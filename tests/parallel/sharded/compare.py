@@ -49,7 +49,9 @@ def regions(model):
     }
 
 
-def check_equal(group, build, shape, dtype="float64", table=None, rows=5, sharded_at_least=1):
+def check_equal(
+    group, build, shape, dtype="float64", table=None, rows=5, sample=None, sharded_at_least=1
+):
     """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded
     one.
 
@@ -60,7 +62,7 @@ def check_equal(group, build, shape, dtype="float64", table=None, rows=5, sharde
     x, y = images(rows, shape, dtype)
     full = build().initialize(seed=3, dtype=dtype)
     ours = build()
-    shard(ours, group, table)
+    shard(ours, group, table, sample)
     ours.initialize(seed=3, dtype=dtype)
     names = [name for name, _ in full.named_parameters()]
     problems = (

@@ -41,4 +41,10 @@ def small_cnn():
 )
 def test_channels(group, table):
     """By any table, with batch normalization, dropout and flattened images on the way."""
-    check_equal(group, small_cnn, SHAPE, "float64", table)
+    check_equal(group, small_cnn, SHAPE, "float64", table, sample=SHAPE)
+
+
+@pytest.mark.simulated
+def test_without_a_sample(group):
+    """Channels can be cut without knowing the images' size."""
+    check_equal(group, small_cnn, SHAPE, "float64", {"0": C, "3": C, "8": R, "11": C})

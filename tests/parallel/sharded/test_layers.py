@@ -37,6 +37,7 @@ def test_convolutions(group, options):
             lambda: nn.Sequential(nn.Conv2d(4, 3, **options), nn.GELU(), nn.GlobalAvgPool2d()),
             IMAGE,
             table={"0": sharding},
+            sample=IMAGE,
             rows=2,
         )
 
@@ -107,7 +108,8 @@ def test_on_channels(group, layers):
         return nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), *layers())
 
     table = {"0": C, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": C}
-    check_equal(group, build, IMAGE, table=table, rows=3)
+    for sample in (None, IMAGE):
+        check_equal(group, build, IMAGE, table=table, sample=sample, rows=3)
 
 
 class Shifted(nn.Tanh):
@@ -146,14 +148,14 @@ def test_a_layer_of_ones_own_follows_what_its_own_class_says(group, layer):
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("placement", [features(7), Placement(4, 3)])
+@pytest.mark.parametrize("placement", [features(7), Placement(3, 1, None), Placement(4, 3)])
 def test_dropout_drops_what_the_whole_layer_drops(group, placement):
     """Bit for bit."""
     shape = (4, 12) if placement.units != 7 else (4, 3, 7)
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     region = placement.resolve(shape[-1]).region(shape, -1, group.size, group.rank)
     full = nn.Dropout(0.4)
-    local, _ = LayerContext("2.drop", placement, None, ParameterSharder(group)).on_parts(full)
+    local, _ = LayerContext("2.drop", placement, None, None, ParameterSharder(group)).on_parts(full)
     full.path = "2.drop"
     with training(seed=3, step=4, first_row=17):
         expected = full(x).data
@@ -174,7 +176,7 @@ def test_embedding(group, sharding):
 
     x, y = np.array([[0, 10, 3], [3, 3, 7], [5, 4, 10]]), np.array([0, 2, 1])
     full, ours = build().initialize(seed=3, dtype="float64"), build()
-    shard(ours, group, {"0": sharding, "2": C, "4": R})
+    shard(ours, group, {"0": sharding, "2": C, "4": R}, sample=(3,))
     ours.initialize(seed=3, dtype="float64")
 
     def run(model):
@@ -192,7 +194,7 @@ def test_embedding(group, sharding):
 def test_an_index_outside_of_the_table_is_refused(group, sharding):
     """By every rank, whoever would have the entry."""
     model = nn.Sequential(nn.Embedding(11, 5))
-    shard(model, group, {"0": sharding})
+    shard(model, group, {"0": sharding}, sample=(3,))
     model.initialize(seed=3)
     with pytest.raises(ShapeError, match="embedding index 11"):
         model(Tensor(np.array([[0, 1, 11]])))

@@ -74,7 +74,7 @@ def pictures():
 def test_exchanges(group, build, shape, table, forward, backward):
     """One all-reduce forward and one backward for each pair, and so on."""
     model = build()
-    shard(model, group, table)
+    shard(model, group, table, sample=shape)
     result = count(model.initialize(seed=0), shape)
     everyone = group.gather([dict(item) for item in result])
     assert all(item == [forward, backward] for item in everyone), everyone
