@@ -1,6 +1,6 @@
 """Messages between two ranks: blocking exchanges, overlapped messages, and a handshake.
 
-    send_and_receive    posts a set of sends and receives, and waits for all (all-to-all)
+    send_and_receive    posts a set of sends and receives, and waits for all (halos, all-to-all)
     Messages            sends in flight and receives posted early, while the rank computes
                         (pipelines, servers)
     rendezvous          one array at a time after a handshake: a failed rank refuses, so that the

@@ -77,7 +77,22 @@ class BatchNorm(Module):
         Raises:
             ShapeError: when the last axis of x is not `num_features` long.
         """
-        weight, bias = self.weight, self.bias
+        return self.normalize(x, self.weight, self.bias, self.all_reduce)
+
+    def normalize(
+        self, x: Tensor, weight: Tensor, bias: Tensor, all_reduce: AllReduce | None
+    ) -> Tensor:
+        """Normalize x with this weight and bias instead of the layer's own.
+
+        Args:
+            x: (..., num_features).
+            weight, bias: (num_features,); a rank of a sharded layer passes its shards of them and
+                of x.
+            all_reduce: sums a float64 array over the ranks that share the batch, so that the
+                statistics are those of the global batch; None on one rank.
+
+        Same errors as `forward`.
+        """
         if x.shape[-1:] != weight.shape:
             raise ShapeError(
                 f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
@@ -87,7 +102,7 @@ class BatchNorm(Module):
             result = fixed_norm(x, weight, bias, *running, self.eps)
             warn_later(result)
             return result
-        return batch_norm(x, weight, bias, self.eps, self.all_reduce, self._observe)[0]
+        return batch_norm(x, weight, bias, self.eps, all_reduce, self._observe)[0]
 
     def _observe(self, mean: Array, variance: Array, count: Count) -> None:
         """Update the running statistics; skip an empty batch and a recomputed pass."""

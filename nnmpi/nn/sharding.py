@@ -37,6 +37,8 @@ class Sharding(Enum):
 
         COLUMN       some outputs. The input is full on every rank, the result is sharded.
         ROW          some inputs. The input is sharded; an all-reduce sums the ranks' results.
+        ROWS         the full layer, for some rows of the image. Ranks exchange the rows that
+                     windows across their borders need (a halo).
         VOCAB        of an Embedding some entries. Of a Linear the same as COLUMN; at the end of
                      the model its logits may stay sharded, for a loss that supports it.
         BRANCHES     some of the modules of `Branches`, in full; all ranks get every result.
@@ -49,6 +51,7 @@ class Sharding(Enum):
 
     COLUMN = "column"
     ROW = "row"
+    ROWS = "rows"
     VOCAB = "vocab"
     BRANCHES = "branches"
     REPLICATED = "replicated"
@@ -59,7 +62,7 @@ class Reach(Enum):
 
         ELEMENT    the same element of the input: the layer computes any part of a sharded input.
                    Its parameters, if it has any, broadcast
-        CHANNEL    its own channel: the layer computes sharded channels
+        CHANNEL    its own channel: the layer computes sharded channels, but image rows need others
         ALL        other features as well: the layer gets full inputs
 
     Such a layer follows the placement of its input, unless the table says REPLICATED, and its

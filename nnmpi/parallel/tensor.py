@@ -37,8 +37,9 @@ from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.nn.activation import Dropout, Flatten
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
+from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.module import Module, own_reach
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.recurrent import LSTM
 from nnmpi.nn.sharding import Reach, Sharding, ShardingTable, Units, find
 from nnmpi.ops.collectives import TensorParallelGroup
@@ -51,11 +52,13 @@ from nnmpi.parallel.sharded.context import (
     ShardedChild,
     divided,
 )
+from nnmpi.parallel.sharded.conv import place_global_pool, place_pool, place_rows_conv
 from nnmpi.parallel.sharded.elementwise import (
     place_batch_norm,
     place_dropout,
     place_elementwise,
     place_flatten,
+    place_layer_norm,
     place_per_channel,
     place_whole,
 )
@@ -75,14 +78,24 @@ def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
     return context.on_replicated(layer, layer.layers[0].weight.shape[0])
 
 
+def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
+    """Return the convolution, sharded by rows or channels."""
+    return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
+
+
 # Types with a rule of their own. Other layers' classes say what they need of their input: `Reach`.
 RULES: Mapping[type[Module], LayerRule] = {
     **dict.fromkeys(PRODUCTS, place_product),
+    AvgPool2d: place_pool,
     BatchNorm: place_batch_norm,
     Branches: place_branches,
+    Conv2d: place_conv,
     Dropout: place_dropout,
     Flatten: place_flatten,
+    GlobalAvgPool2d: place_global_pool,
     LSTM: place_lstm,
+    LayerNorm: place_layer_norm,
+    MaxPool2d: place_pool,
 }
 RULES_BY_REACH: Mapping[Reach, LayerRule] = {
     Reach.ELEMENT: place_elementwise,
@@ -144,8 +157,7 @@ def shard(
         group: the ranks that shard each layer.
         table: full names of modules, or patterns -> `Sharding`; by default the model's own, or if
             it has none, those of its modules.
-        sample: the shape of one sample, without the batch; needed where a rank may have no channel
-            of an image that is flattened.
+        sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
         keep_classes_sharded: whether the result of a last layer with Sharding.VOCAB stays sharded,
             for a loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 

@@ -2,13 +2,15 @@
 
     replicated  every rank has the full activation, with the same bits
     features    each rank has a shard of the last axis      (batch, h, w, c) -> (batch, h, w, c/n)
+    rows        each rank has a shard of the images' rows   (batch, h, w, c) -> (batch, h/n, w, c)
 
 An axis consists of `units`, which are divided among the ranks as `shard.split` does. Flattening an
-image changes the form of its placement. Sharded channels recur for every pixel (`repeats`). The
-features of a head stay together (`unit`). Here 0 and 1 are the ranks of the elements:
+image changes the form of its placement. Sharded channels recur for every pixel (`repeats`). A
+sharded row becomes w * c neighbouring features, which stay together (`unit`). Here 0 and 1 are the
+ranks of the elements:
 
     units=4 repeats=3         4 channels of h w = 3 pixels    0 0 1 1  0 0 1 1  0 0 1 1
-    units=4 unit=3            4 heads of 3 features           0 0 0  0 0 0  1 1 1  1 1 1
+    units=4 unit=3            h = 4 rows of w c = 3 numbers   0 0 0  0 0 0  1 1 1  1 1 1
     units=2 unit=3 repeats=3  q, k, v of 2 heads of 3         0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
 
 For a known order of layers, `parallel.tensor` plans the placements ahead. In a custom module, whose
@@ -43,6 +45,8 @@ from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError
 from nnmpi.base.shard import Region, part, zigzag
 
+FEATURES, ROWS = -1, 1  # the axes that can be sharded
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -54,18 +58,24 @@ class Placement:
         unit: the number of neighbouring elements in a unit.
         repeats: the number of times that the sequence of units recurs; None if only the next
             layer's size determines it.
-        axis: the sharded axis, the last one (-1); in a `Shard` any axis, counted from 0.
+        axis: the sharded axis: the last one (-1) or the images' rows (1); in a `Shard` any axis,
+            counted from 0.
     """
 
     units: int = 0
     unit: int = 1
     repeats: int | None = 1
-    axis: int = -1
+    axis: int = FEATURES
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank has the full activation."""
         return self.units == 0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the rows of images are sharded."""
+        return not self.is_replicated and self.axis == ROWS
 
     def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
         """Return a rank's region of an array that is sharded along with the activation.
@@ -229,6 +239,11 @@ REPLICATED = Placement()
 def features(units: int, unit: int = 1) -> Placement:
     """Return the placement of an activation with a last axis of `units` units."""
     return Placement(units, unit)
+
+
+def rows(height: int) -> Placement:
+    """Return the placement of images with sharded rows."""
+    return Placement(height, axis=ROWS)
 
 
 class TensorGroup(Protocol):

@@ -14,9 +14,10 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, ops
 from nnmpi.base.errors import CommError, ShapeError, UsageError
-from nnmpi.base.shard import split
+from nnmpi.base.shard import part, split
 from nnmpi.ops import collectives as exchange
-from nnmpi.tensor.placement import Placement, features
+from nnmpi.parallel.sharded.conv import RowWindows, halo
+from nnmpi.tensor.placement import Placement, features, rows
 from tests.harness.refusals import told
 
 # of a vector: the same on all ranks, cut, another one on each rank
@@ -66,8 +67,8 @@ LAYOUTS = [
     ((2, 3, 4, 7), features(7)),
     ((3, 30), Placement(5, 2, 3)),
     ((4, 14), Placement(7, 1, 2)),
-    ((2, 9, 3, 2), Placement(9, axis=1)),
-    ((2, 1, 3, 2), Placement(1, axis=1)),
+    ((2, 9, 3, 2), rows(9)),
+    ((2, 1, 3, 2), rows(1)),
 ]
 
 EXCHANGES = {
@@ -102,6 +103,43 @@ def test_adjoint(group, name):
             y,
             lambda leaf, placement=placement: function(leaf, group, placement),
         )
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    "frame",
+    [
+        RowWindows(9, 3, 1, 1),
+        RowWindows(9, 3, 2, 0),
+        RowWindows(10, 2, 2, 0),
+        RowWindows(5, 5, 1, 2),
+        RowWindows(4, 7, 3, 3),
+        RowWindows(11, 1, 4, 0),
+        RowWindows(3, 3, 1, 0),
+        RowWindows(8, 1, 1, 1),
+    ],
+)
+def test_halo(group, frame):
+    """Whatever the windows are: rows come from where they are, and gradients go back there."""
+    shape, placement = (2, frame.height, 2, 3), rows(frame.height)
+    x = draw(group, PARTS, shape, placement, seed=4)
+    needed = frame.needed(group.size, group.rank)
+    y = draw(group, OWN, (2, len(needed), 2, 3), placement, seed=5)
+    check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
+    full = draw(group, WHOLE, shape, placement, seed=4)
+    padded = np.pad(
+        full,
+        ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)),
+        constant_values=7,
+    )
+    seen = halo(Tensor(x), group, frame, value=7.0).data
+    if part(frame.outputs, group.size, group.rank):
+        right = np.array_equal(
+            seen, padded[:, needed.start + frame.padding : needed.stop + frame.padding]
+        )
+    else:
+        right = (seen == 7).all()
+    assert all(group.gather(bool(right)))
 
 
 def of_ranks(rank, length):

@@ -2,10 +2,11 @@
 do.
 """
 
+import numpy as np
 import pytest
 
 from nnmpi import models, nn
-from nnmpi.base.errors import CommError, LayoutError
+from nnmpi.base.errors import CommError, LayoutError, ShapeError
 from nnmpi.nn import Module, Sharding
 from nnmpi.nn.sharding import find
 from nnmpi.parallel.replication import check_replicas
@@ -13,7 +14,7 @@ from nnmpi.parallel.tensor import shard
 from tests.harness.refusals import refuses, usage_error
 from tests.parallel.sharded.compare import check_equal
 
-C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED
+C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sharding.REPLICATED
 
 
 class Attention(Module):
@@ -145,16 +146,21 @@ REFUSED = [
     (lambda: nn.Linear(2, 2), {"*": C}, "single layer"),
     (
         lambda: nn.Sequential(nn.Linear(2, 2)),
-        {"0": Sharding.BRANCHES},
-        "'0' has no branches; Sharding.BRANCHES is for nn.Branches",
+        {"0": H},
+        (
+            "'0' has type Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB,"
+            " ROW or REPLICATED"
+        ),
     ),
+    (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": H}, "shape of a sample"),
     (
         lambda: nn.Sequential(nn.Conv2d(2, 2, 1)),
         {"0": V},
-        "Conv2d, which Sharding.VOCAB .*; choose Sharding.COLUMN, ROW or REPLICATED",
+        "Conv2d, which Sharding.VOCAB .*; choose Sharding.COLUMN, ROW, ROWS or REPLICATED",
     ),
     (lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=2)), {"0": R}, "2 groups"),
     (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "Embedding, which Sharding.ROW "),
+    (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole in one"),
     (
         lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()),
@@ -174,8 +180,32 @@ def test_refusals(group, build, table, words):
 
 @FROM_2
 def test_other_refusals(group):
-    """Initialized models, what is no sharding, and too few groups."""
+    """Initialized models, images of another size, and too few groups."""
     usage_error("shard it first", lambda: shard(models.mlp((4,), 3).initialize(seed=0), group))
+    for layer, sample, words in (
+        (
+            nn.Conv2d(1, 1, (3, 5)),
+            (6, 4, 1),
+            "'0' has windows of 5 columns, which do not fit images of 4 columns",
+        ),
+        (
+            nn.Conv2d(1, 1, (7, 1)),
+            (6, 4, 1),
+            "'0' has windows of 7 rows, which do not fit images of 6 rows",
+        ),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            shard(nn.Sequential(layer), group, {"0": H}, sample=sample)
+    refuses(
+        LayoutError,
+        "'1' has windows of 5 columns, which do not fit images of 4 columns",
+        lambda: shard(
+            nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d((2, 5))),
+            group,
+            {"0": H, "1": H},
+            sample=(6, 4, 1),
+        ),
+    )
     refuses(
         LayoutError, "use a Sharding", lambda: shard(models.mlp((4,), 3), group, {"1": "column"})
     )
@@ -188,6 +218,13 @@ def test_other_refusals(group):
             {"0": C},
         ),
     )
+    model = nn.Sequential(nn.Conv2d(1, 1, 3))
+    shard(model, group, {"0": H}, sample=(9, 4, 1))
+    model.initialize(seed=0)
+    if group.size < 9:
+        refuses(
+            ShapeError, "sharded for 9 in dimension 1", model, np.zeros((1, 90, 4, 1), np.float32)
+        )
     group.barrier()
 
 

@@ -200,6 +200,20 @@ class LayerContext:
         gather = self.to_replicated()
         return lambda x: cut(gather(x))
 
+    def sample(self) -> tuple[int, int, int]:
+        """Return the full shape of the layer's input images: (height, width, channels).
+
+        Raises:
+            LayoutError: when it is unknown, or not an image's.
+        """
+        if self.shape is None or len(self.shape) != 3:
+            raise self.error(
+                "works on the rows of images, whose height must be known: give shard() the shape of"
+                " a sample, sample=(height, width, channels)"
+            )
+        height, width, channels = self.shape
+        return height, width, channels
+
     def error(self, why: str) -> LayoutError:
         """Return an error with the layer's name and the reason why it cannot be sharded so."""
         return LayoutError(f"layer {self.name!r} {why}")

@@ -130,6 +130,7 @@ class Product(NamedTuple):
         inputs, outputs: the axes of its weight.
         by_outputs, by_inputs: the shardings of these axes.
         row: the layer that sums over its sharded inputs.
+        other: shardings of neither axis.
     """
 
     inputs: int
@@ -137,15 +138,16 @@ class Product(NamedTuple):
     by_outputs: tuple[Sharding, ...]
     by_inputs: tuple[Sharding, ...] = ()
     row: type[Module] = Module
+    other: tuple[Sharding, ...] = (Sharding.REPLICATED,)
 
 
-COLUMN, ROW, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB
+COLUMN, ROW, ROWS, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 PRODUCTS: Mapping[type[Module], Product] = {
     Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
     LoRA: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLoRA),
     TiedLinear: Product(1, 0, (VOCAB,)),  # its table is sharded as the embedding's
     Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
-    Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d),
+    Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
 }
 
 
@@ -175,9 +177,8 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
                 f"has {groups} groups, whose input channels cannot be summed over ranks; choose"
                 " Sharding.COLUMN"
             )
-        cut = context.placement
-        if cut.is_replicated:
-            cut = divided(inputs, context.units)
+        ready = not context.placement.is_replicated and not context.placement.has_rows
+        cut = context.placement if ready else divided(inputs, context.units)
         parts = {"weight": context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)}
         if isinstance(layer, LoRA):
             parts |= _adapter("lora_a", layer, context, cut.resolve(inputs), 0)
@@ -195,10 +196,10 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         )
     if sharding is None or sharding is Sharding.REPLICATED:
         return context.on_replicated(layer, inputs)
-    choices = ", ".join(item.name for item in (*kind.by_outputs, *kind.by_inputs))
+    *choices, last = [item.name for item in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
     raise context.error(
         f"has type {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose"
-        f" Sharding.{choices} or REPLICATED"
+        f" Sharding.{', '.join(choices)} or {last}"
     )
 
 
@@ -217,6 +218,6 @@ def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribution
     if groups < context.group.size:
         raise context.error(
             f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose"
-            " Sharding.REPLICATED"
+            " Sharding.ROWS or REPLICATED"
         )
     return context.to_parts(features(groups, inputs // groups))

@@ -1,4 +1,4 @@
-"""Convolutional networks, sharded by channels, compute what whole ones do."""
+"""Convolutional networks, sharded by channels and by image rows, compute what whole ones do."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from nnmpi import nn
 from nnmpi.nn import Sharding
 from tests.parallel.sharded.compare import check_equal
 
-C, R, X = Sharding.COLUMN, Sharding.ROW, Sharding.REPLICATED
+C, R, H, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.REPLICATED
 SHAPE = (7, 6, 2)
 
 
@@ -36,10 +36,13 @@ def small_cnn():
         {"0": C, "3": R, "8": C, "11": R},
         {"0": R, "3": C, "8": C},
         {"0": C, "1": X, "3": C, "7": X, "8": C, "9": X, "11": R},
-        {"0": C, "3": X, "8": R},
+        {"0": H, "3": H, "8": R, "11": C},
+        {"0": H, "3": C, "8": R},
+        {"0": C, "3": H, "8": C, "11": R},
+        {"0": H, "3": X, "8": R},
     ],
 )
-def test_channels(group, table):
+def test_channels_and_rows(group, table):
     """By any table, with batch normalization, dropout and flattened images on the way."""
     check_equal(group, small_cnn, SHAPE, "float64", table, sample=SHAPE)
 

@@ -11,10 +11,10 @@ from nnmpi.nn import Sharding, training
 from nnmpi.ops import cross_entropy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.placement import Placement, features
+from nnmpi.tensor.placement import Placement, features, rows
 from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
 
-C, R, V = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB
+C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 IMAGE = (6, 5, 4)
 
 CONVOLUTIONS = [
@@ -30,8 +30,8 @@ CONVOLUTIONS = [
 @pytest.mark.simulated
 @pytest.mark.parametrize("options", CONVOLUTIONS)
 def test_convolutions(group, options):
-    """Stride, padding and dilation of all kinds, by output and by input channels."""
-    for sharding in (C, R):
+    """Stride, padding and dilation of all kinds, by output channels, input channels and rows."""
+    for sharding in (C, R, H):
         check_equal(
             group,
             lambda: nn.Sequential(nn.Conv2d(4, 3, **options), nn.GELU(), nn.GlobalAvgPool2d()),
@@ -39,6 +39,7 @@ def test_convolutions(group, options):
             table={"0": sharding},
             sample=IMAGE,
             rows=2,
+            sharded_at_least=0 if sharding is H else 1,
         )
 
 
@@ -57,9 +58,19 @@ def test_groups(group, groups):
         )
 
     check_equal(group, build, (4, 4, 2), table={"0": C, "1": C, "4": R}, rows=2, sharded_at_least=5)
+    check_equal(
+        group,
+        build,
+        (4, 4, 2),
+        table={"0": H, "1": H},
+        sample=(4, 4, 2),
+        rows=2,
+        sharded_at_least=0,
+    )
 
 
 @pytest.mark.simulated
+@pytest.mark.parametrize("sharding", [C, H])
 @pytest.mark.parametrize(
     "layers",
     [
@@ -101,15 +112,20 @@ def test_groups(group, groups):
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
     ],
 )
-def test_on_channels(group, layers):
+def test_on_channels_and_rows(group, sharding, layers):
     """Whatever lies before it, each layer does what it does on the whole."""
 
     def build():
         return nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), *layers())
 
-    table = {"0": C, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": C}
-    for sample in (None, IMAGE):
-        check_equal(group, build, IMAGE, table=table, sample=sample, rows=3)
+    table = {"0": sharding, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": sharding}
+    if sharding is C:
+        check_equal(group, build, IMAGE, table=table, rows=3)
+    ours = check_equal(
+        group, build, IMAGE, table=table, sample=IMAGE, rows=3, sharded_at_least=int(sharding is C)
+    )
+    kinds = {type(module).__name__ for _, module in ours.named_modules()}
+    assert all(group.gather(group.size == 1 or sharding is C or "RowsConv2d" in kinds)), kinds
 
 
 class Shifted(nn.Tanh):
@@ -148,12 +164,15 @@ def test_a_layer_of_ones_own_follows_what_its_own_class_says(group, layer):
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("placement", [features(7), Placement(3, 1, None), Placement(4, 3)])
+@pytest.mark.parametrize(
+    "placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)]
+)
 def test_dropout_drops_what_the_whole_layer_drops(group, placement):
     """Bit for bit."""
-    shape = (4, 12) if placement.units != 7 else (4, 3, 7)
+    shape = (4, 5, 3, 2) if placement.has_rows else (4, 12) if placement.units != 7 else (4, 3, 7)
+    axis = 1 if placement.has_rows else -1
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    region = placement.resolve(shape[-1]).region(shape, -1, group.size, group.rank)
+    region = placement.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
     full = nn.Dropout(0.4)
     local, _ = LayerContext("2.drop", placement, None, None, ParameterSharder(group)).on_parts(full)
     full.path = "2.drop"

@@ -12,8 +12,8 @@ from nnmpi.ops.collectives import CATEGORY
 from nnmpi.parallel.tensor import shard
 from tests.parallel.sharded.compare import images
 
-C, R = Sharding.COLUMN, Sharding.ROW
-SUM, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
+SUM, GATHER, SCATTER, HALO = "all-reduce", "all-gather", "reduce-scatter", "halo"
 
 
 def count(model, shape):
@@ -69,6 +69,9 @@ def pictures():
         # nothing
         (pictures, (6, 6, 2), {"0": C, "3": C, "5": R}, {GATHER: 1, SUM: 1}, {SCATTER: 1}),
         (pictures, (6, 6, 2), {"0": C, "3": R, "5": C}, {SUM: 1, GATHER: 1}, {SUM: 1}),
+        # rows: three windows, two sums for the statistics; backward a kernel and a bias each,
+        # normalization's three
+        (pictures, (6, 6, 2), {"0": H, "3": H, "5": R}, {HALO: 3, SUM: 3}, {HALO: 2, SUM: 7}),
     ],
 )
 def test_exchanges(group, build, shape, table, forward, backward):
