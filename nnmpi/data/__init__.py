@@ -31,10 +31,12 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.data.transform import (
+    ColorJitter,
     Compose,
     Cutout,
     Flip,
     Normalize,
+    Rotate,
     Shift,
     Transform,
 )
@@ -43,12 +45,14 @@ __all__ = [
     "IGNORED",
     "NAMES",
     "Batch",
+    "ColorJitter",
     "Compose",
     "Cutout",
     "Dataset",
     "Flip",
     "Loader",
     "Normalize",
+    "Rotate",
     "Shift",
     "Text",
     "TextSource",

@@ -188,6 +188,51 @@ class Flip(Augmentation):
 
 
 @dataclass(frozen=True)
+class Rotate(Augmentation):
+    """Rotate each image about its centre by up to `degrees`, bilinear, filling with 0."""
+
+    degrees: float = 10.0
+
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the rotated images."""
+        height, width = x.shape[1:3]
+        angle = np.deg2rad(_uniform(draw, "rotate", self.degrees))[..., 0]
+        down, across = (np.arange(n) - (n - 1) / 2 for n in (height, width))
+        cos, sin, down = np.cos(angle), np.sin(angle), down[:, None]
+        # The source of each pixel. The image is padded by one black row and column before and two
+        # after, so that bilinear neighbours of clipped sources exist and are black.
+        rows = np.clip(cos * down + sin * across + (height + 1) / 2, 0, height + 1)
+        columns = np.clip(cos * across - sin * down + (width + 1) / 2, 0, width + 1)
+        padded = np.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)))
+        top, left = rows.astype(np.int64), columns.astype(np.int64)
+        image, result = np.arange(len(x))[:, None, None], np.zeros(x.shape)
+        for i, j in np.ndindex(2, 2):
+            weight = abs(1 - i - (rows - top)) * abs(1 - j - (columns - left))
+            result += weight[..., None] * padded[image, top + i, left + j]
+        return result.astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class ColorJitter(Augmentation):
+    """Scale brightness, contrast and saturation by random factors in 1 - value .. 1 + value.
+
+    Contrast is around the image's mean, saturation around each pixel's mean over the channels.
+    """
+
+    brightness: float = 0.2
+    contrast: float = 0.2
+    saturation: float = 0.2
+
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the changed images, clipped to 0..1."""
+        # A factor scales the distance from 0 (brightness) or from a mean (the other two).
+        for axes, (what, most) in zip((0, 3, 1), vars(self).items(), strict=True):
+            middle = x.mean((1, 2, 3)[-axes:], keepdims=True) if axes else 0
+            x = middle + (x - middle) * (1 + _uniform(draw, what, most)).astype(x.dtype)
+        return np.clip(x, 0, 1)
+
+
+@dataclass(frozen=True)
 class Cutout(Augmentation):
     """Blacken a square at a random pixel of each image (DeVries and Taylor, 2017)."""
 
@@ -205,11 +250,18 @@ class Cutout(Augmentation):
         return np.where((down[:, :, None] & across[:, None])[..., None], x.dtype.type(0), x)
 
 
+def _uniform(draw: Draw, what: str, most: float) -> Array:
+    """Return a random number in -most..most per sample: (rows, 1, 1, 1), float64."""
+    return most * (draw(what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
+
+
 # Each row makes a transform from the length of an image's shorter side.
 AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
     {
         "shift": lambda side: Shift(max(1, side // 12)),
         "flip": lambda side: Flip(),
+        "rotate": lambda side: Rotate(),
+        "color": lambda side: ColorJitter(),
         "cutout": lambda side: Cutout(max(1, side // 4)),
     }
 )

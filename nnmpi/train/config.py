@@ -359,7 +359,8 @@ class DataConfig:
     """Fraction of the samples held out for the test, for data sets without a test set."""
     augment: str = "none"
     """Random changes of training images, joined by dashes, such as shift-flip. shift: by up to a
-    twelfth of the shorter side. flip: left-right. cutout: a square of a quarter of the side.
+    twelfth of the shorter side. flip: left-right. rotate: by up to 10 degrees. color: by up to a
+    fifth. cutout: a square of a quarter of the side.
     """
     partition: Literal["none", "iid", "label"] = "none"
     """Samples each worker draws from. none: all. iid: a fixed random part of its own. label: its

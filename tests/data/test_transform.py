@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError
-from nnmpi.data import Compose, Cutout, Dataset, Flip, Normalize, Shift
+from nnmpi.data import ColorJitter, Compose, Cutout, Dataset, Flip, Normalize, Rotate, Shift
 from nnmpi.data.dataset import BLOCK_BYTES
 from nnmpi.data.transform import integers
 from tests.harness.refusals import refuses, usage_error
 
-IMAGES = [Shift(2), Flip(), Cutout(3)]
+IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
 ALL = [
     *IMAGES,
     Normalize(0.5, 0.25),
@@ -107,10 +107,40 @@ def test_augmenting_what_is_not_images_is_refused(transform):
     )
 
 
-def test_holes():
-    """Each is a square, cut off at the edge."""
+def test_rotations_are_those_of_a_plane():
+    """Of a plane each pixel has its place's value, so a turned one has that of the place it comes
+    from.
+    """
+    # 0 is the outside
+    x = np.broadcast_to(np.mgrid[:9, :9].transpose(1, 2, 0), (50, 9, 9, 2)).astype("float64") + 1
+    turned = Rotate(40)(x, np.arange(50), 0, 0)
+    offset = (turned - 5).reshape(50, 81, 2)
+    inner = (np.hypot(*(np.mgrid[:9, :9] - 4)) <= 4).ravel()
+    before = (x - 5).reshape(50, 81, 2)[:, inner]
+    np.testing.assert_allclose(
+        np.linalg.norm(offset[:, inner], axis=2), np.linalg.norm(before, axis=2), atol=1e-12
+    )
+    down, across = offset[:, 44].T  # the pixel right of the middle: (0, 1) turned
+    angles = np.degrees(np.arctan2(down, across))
+    assert abs(angles).max() <= 40 and angles.min() < -30 and angles.max() > 30
+    assert (turned[:, 0, 0] != x[:, 0, 0]).all()
+
+
+def test_colors_and_holes():
+    """A gray image keeps its hue; factors are within bounds; a hole is a square, cut off at the
+    edge.
+    """
     gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
-    holes = (Cutout(3)(gray, np.arange(60), 0, 0) == 0)[..., 0]
+    rest = np.arange(60), 0, 0
+    factors = (ColorJitter(0.3, 0, 0)(gray, *rest) / gray).reshape(60, -1)
+    np.testing.assert_allclose(factors.min(1), factors.max(1), rtol=1e-5)
+    assert 0.7 <= factors.min() < 0.75 and 1.25 < factors.max() <= 1.3
+    flat = ColorJitter(0, 0.9, 0)(gray, *rest)
+    assert np.corrcoef(flat.std((1, 2, 3)), gray.std((1, 2, 3)))[0, 1] < 0.9
+    np.testing.assert_allclose(ColorJitter(0, 0, 0.9)(gray, *rest), gray, rtol=1e-5)
+    wild = ColorJitter(0.9, 0.9, 0.9)(images(rows=60), *rest)
+    assert (wild.min(), wild.max()) == (0, 1)  # not beyond
+    holes = (Cutout(3)(gray, *rest) == 0)[..., 0]
     assert {int(hole.sum()) for hole in holes} == {4, 6, 9}
     assert all(hole.sum() == hole.any(0).sum() * hole.any(1).sum() for hole in holes)
 
