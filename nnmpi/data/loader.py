@@ -364,9 +364,9 @@ class Loader(Settled, read_once="group"):
         if self.workers is not None:
             check_int("workers", self.workers, 0)
         if self.shuffle_block is not None:
-            rows = check_int("shuffle_block", self.shuffle_block)
+            block = check_int("shuffle_block", self.shuffle_block)
             for array in (getattr(dataset, name, None) for name in "xy"):
-                keep_rows(array, POOL_BLOCKS * rows)
+                keep_rows(array, POOL_BLOCKS * block)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(

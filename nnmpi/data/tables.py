@@ -1033,6 +1033,7 @@ def to_dataset(
     is_numeric = all(_is_class_number(label, table.mark) for label in class_names or numbers)
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
+    y: NDArray[Any]
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         y, about = _quantities(table, numbers), {"classes": 0, **table.about}
     elif is_numeric and fraction is not None:

@@ -42,8 +42,12 @@ def place_elementwise(layer: Module, context: LayerContext) -> Placed:
 
 
 def place_per_channel(layer: Module, context: LayerContext) -> Placed:
-    """Return the layer unchanged for sharded channels, on full activations for image rows."""
-    return place_whole(layer, context) if context.placement.has_rows else (layer, context.placement)
+    """Return the layer for sharded channels as for sharded elements; on full activations for image
+    rows.
+    """
+    if context.placement.has_rows:
+        return place_whole(layer, context)
+    return place_elementwise(layer, context)
 
 
 def place_whole(layer: Module, context: LayerContext) -> Placed:

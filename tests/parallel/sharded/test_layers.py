@@ -149,8 +149,14 @@ class Cubed(nn.Module):
         return x * x * x * self.factor
 
 
+class CubedChannels(Cubed):
+    """The same, of whole channels."""
+
+    reach = nn.Reach.CHANNEL
+
+
 @pytest.mark.simulated
-@pytest.mark.parametrize("layer", [Shifted, Cubed])
+@pytest.mark.parametrize("layer", [Shifted, Cubed, CubedChannels])
 def test_a_layer_of_ones_own_follows_what_its_own_class_says(group, layer):
     """What a subclass inherits may be wrong for it, so it gets full inputs."""
 
@@ -160,7 +166,7 @@ def test_a_layer_of_ones_own_follows_what_its_own_class_says(group, layer):
     ours = check_equal(group, build, (4,), table={"0": C, "2": R}, rows=3, sharded_at_least=2)
     if group.size > 1:
         gives_parts = ours.layers[1]._after is not None
-        assert gives_parts == (layer is Cubed)
+        assert gives_parts == (layer is not Shifted)
 
 
 @pytest.mark.simulated
