@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from math import nan, prod
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted, translated
 from nnmpi.base.settled import Settled
 from nnmpi.comm.agreement import as_text
+from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.dataset import IGNORED
@@ -46,7 +47,7 @@ from nnmpi.tensor.tensor import Tensor
 
 CROSS_ENTROPY = "cross-entropy"
 
-SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+SumLoss: TypeAlias = Callable[..., Tensor]  # of (logits, labels), nnmpi's own also of weights
 
 YES_OR_NO = "bce"
 ERRORS: dict[str, Callable[..., Tensor]] = {
@@ -79,7 +80,7 @@ class SumError(Settled, read_once="name std factor"):
     def __repr__(self) -> str:
         return self.name if self.std == 1 else f"{self.name} of targets divided by {self.std!r}"
 
-    def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
+    def __call__(self, outputs: Tensor, targets: Array, weights: Array | None = None) -> Tensor:
         item = prod(targets.shape[1:])
         if not _fits(outputs._data, targets):
             expected = counted(item, "output")
@@ -88,7 +89,10 @@ class SumError(Settled, read_once="name std factor"):
                 f" let it return {expected} for each sample"
             )
         reshaped = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
-        total = self._function(reshaped, targets, reduction="sum")
+        if weights is None:
+            total = self._function(reshaped, targets, reduction="sum")
+        else:
+            total = _weighted(self._function(reshaped, targets, reduction="none"), weights)
         return total if item == 1 else total / item
 
     def score(self, outputs: Array, targets: Array) -> Array | float:
@@ -129,8 +133,12 @@ class SumCrossEntropy(Settled, read_once="label_smoothing classes"):
     def __repr__(self) -> str:
         return f"{CROSS_ENTROPY} with label_smoothing {self.label_smoothing}"
 
-    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
-        return self._function(logits, labels, ignore_index=_ignored(self, labels))
+    def __call__(self, logits: Tensor, labels: Array, weights: Array | None = None) -> Tensor:
+        ignored = _ignored(self, labels)
+        if weights is None:
+            return self._function(logits, labels, ignore_index=ignored)
+        values = self._function(logits, labels, ignore_index=ignored, reduction="none")
+        return _weighted(values, weights)
 
     def score(self, logits: Array, labels: Array) -> Array | float:
         """Return the number of labels with their row's largest logit.
@@ -168,7 +176,7 @@ class LabelLoss(Settled, read_once="function func keywords scale"):
     def __repr__(self) -> str:
         return as_text(self.function)
 
-    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Array, weights: Array | None = None) -> Tensor:
         values: object = self.function(logits, labels)
         are_quantities = labels.dtype.kind == "f"
         expected = [labels.shape]
@@ -185,7 +193,14 @@ class LabelLoss(Settled, read_once="function func keywords scale"):
             )
         values_per_target = prod(values.shape[1:]) if are_quantities else 1
         factor = self.scale / max(values_per_target, 1)
-        return values.sum() if factor == 1 else values.sum() * factor
+        total = values.sum() if weights is None else _weighted(values, weights)
+        return total if factor == 1 else total * factor
+
+
+def _weighted(values: Tensor, weights: Array) -> Tensor:
+    """Return the sum of the losses, (rows, ...), of samples with weights, (rows,)."""
+    factors = Tensor(weights).reshape(-1, *[1] * (values.ndim - 1))
+    return (values * factors).sum()
 
 
 def _described(values: object) -> str:
@@ -256,7 +271,7 @@ def balanced(loss: SumLoss, batch: Batch, group: Group, counts: bool) -> SumLoss
     """
     if not has_class_weights(loss):
         return loss
-    (total,) = group.sum_floats([label_weights(loss, batch) if counts else 0.0])
+    (total,) = group.sum_floats([label_weights(loss, batch, True) if counts else 0.0])
     return LabelLoss(getattr(loss, "function", loss), batch.global_targets / (total or 1.0))
 
 
@@ -268,13 +283,21 @@ def has_class_weights(loss: SumLoss) -> bool:
     return operation in (cross_entropy, nll) and _options(given).get("weight") is not None
 
 
-def label_weights(loss: SumLoss, batch: Batch) -> float:
-    """Return the sum of the class weights of this rank's labels that count."""
+def label_weights(loss: SumLoss, batch: Batch, trains: bool = False) -> float:
+    """Return the sum of the class weights of this rank's labels that count.
+
+    Args:
+        trains: whether the weights of the samples count, too.
+    """
     class_weights = Tensor(_options(loss)["weight"]).numpy()
     labels = batch.on_host
+    counts = labels >= 0
     # the loss itself refuses labels outside
-    known = np.minimum(labels[labels >= 0], len(class_weights) - 1)
-    return float(class_weights[known].sum(dtype="float64"))
+    known = class_weights[np.minimum(labels[counts], len(class_weights) - 1)]
+    if trains and batch.weights is not None:
+        rows, *_ = np.nonzero(counts)
+        known = known * to_host(batch.weights)[rows]
+    return float(known.sum(dtype="float64"))
 
 
 def _options(loss: SumLoss) -> Mapping[str, Any]:
@@ -307,15 +330,39 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
         )
 
 
-def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
+def refuse_weights(have: str) -> NoReturn:
+    """Refuse weights where updates are of parts of a batch.
+
+    Args:
+        have: what has them, as the beginning of the sentence.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    raise UsageError(
+        f"{have} weights, whose mean needs all labels of a global batch; updates of single workers"
+        " or microbatches have none: train with a synchronous Worker, or without weights"
+    )
+
+
+def sum_of(loss: SumLoss, logits: Tensor, labels: Array, weights: Array | None = None) -> Tensor:
     """Return the loss of logits.
+
+    Args:
+        weights: (rows,), of the samples; None for equal ones.
 
     Raises:
         UsageError: when the result is not a Tensor of one number; for an exception in a loss, with
-            its line.
+            its line; for weights with a loss that returns a sum.
     """
+    if weights is not None and not isinstance(loss, SumError | SumCrossEntropy | LabelLoss):
+        raise UsageError(
+            "the samples have weights, by which the loss of each is multiplied, but this loss"
+            ' declares a sum; return one value for each label, without reduction="sum"'
+        )
+    given = () if weights is None else (weights,)
     try:
-        total: object = loss(logits, labels)
+        total: object = loss(logits, labels, *given)
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:

@@ -26,7 +26,7 @@ from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.cuda.kernels import compile_for
 from nnmpi.backend.recording import active
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi.base.errors import NnmpiError
 from nnmpi.base.shard import split
 from nnmpi.comm.synchrony.slow import NOT_SLOW
 from nnmpi.compose.activations import ActivationLimit
@@ -41,6 +41,7 @@ from nnmpi.compose.losses import (
     has_class_weights,
     is_own_loss,
     label_weights,
+    refuse_weights,
     score_of,
     sum_of,
     to_device,
@@ -130,8 +131,11 @@ class BatchPass(Pass):
         """Return the key of the pass's recording."""
         full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self._parts]
         recomputed = self.executor.recomputed if self._trains else frozenset()
+        # whether the numbers of an evaluation are measured, and losses are weighted
         measures = not self._trains and self._owner.measured is not None
-        return self._trains, measures, full.length, full.x.dtype, full.y.dtype, *shapes, recomputed
+        has_weights = self._trains and full.weights is not None
+        kind = self._trains, measures, has_weights
+        return *kind, full.length, full.x.dtype, full.y.dtype, *shapes, recomputed
 
     def train(self, may_replay: bool = True) -> StepReport:
         """Compute the gradients of the mean loss, summed over replicas. Collective.
@@ -229,12 +233,14 @@ class BatchPass(Pass):
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         logits = self.executor.whole(logits, self.length)
         owner, recomputing = self._owner, current().recomputing
-        labels = self.do(BatchPass._labels, microbatch, when="before")
+        labels, weights = self.do(BatchPass._labels, microbatch, when="before"), None
+        if self._trains and self.batch.weights is not None:
+            weights = self.do(BatchPass._sample_weights, microbatch, when="before")
         try:
             if not recomputing and owner.backend.is_device:
                 # before the loss: a device would read out of range silently
                 self.do(BatchPass._check_labels, microbatch, logits.shape, writes=())
-            loss = sum_of(self._loss, logits, labels)
+            loss = sum_of(self._loss, logits, labels, weights)
         except NnmpiError as error:
             # in a pipeline the other stages already compute, and would wait for this gradient
             if not owner.defers or active() is not None:
@@ -252,6 +258,9 @@ class BatchPass(Pass):
 
     def _labels(self, microbatch: int) -> Array:
         return self._parts[microbatch].y
+
+    def _sample_weights(self, microbatch: int) -> Any:
+        return self._parts[microbatch].weights
 
     def _with_known_labels(self, batch: Batch) -> Batch:
         """Return a batch whose labels the loss takes; note the error of others.
@@ -403,11 +412,8 @@ class Passes:
         self.score = score_of(trainer.loss)
         is_loose = exchange is None or arrangement.layout.asynchronous
         if is_loose and any(map(has_class_weights, self.losses)):
-            raise UsageError(
-                "the loss has class weights, whose mean needs all labels of a global batch; updates"
-                " of single workers or microbatches have none: train with a synchronous Worker, or"
-                " without weights"
-            )
+            refuse_weights("the loss has class")
+        self._is_loose = is_loose
         self.watch = ModelWatch(model, arrangement, trainer.group.is_root)  # one warns for all
         self._limit = ActivationLimit(arrangement, model, backend)
         self._in_segments = bool(arrangement.stages)
@@ -450,6 +456,8 @@ class Passes:
         Args:
             step, factor: see `BatchPass`.
         """
+        if self._is_loose and batch.weights is not None:
+            refuse_weights("the samples have")
         cuts = batch.cuts
         if self.exchange is None:
             # nobody waits for this rank: an empty microbatch would only compute on no rows

@@ -158,6 +158,8 @@ def load(
     class_names: Sequence[str] = (),
     decimal: str = "",
     header: bool = True,
+    stratify: bool = False,
+    sample_weight: str | int = "",
 ) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
@@ -178,6 +180,9 @@ def load(
             lack some; empty to find them.
         decimal: the decimal mark of a table, "." or ","; empty for the one that its numbers show.
         header: whether the first row of a table names its columns.
+        stratify: hold out the same share of each class, see `split`.
+        sample_weight: the column of a table with the samples' weights, by name or number; see
+            `Dataset`.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
@@ -196,7 +201,8 @@ def load(
     label = "" if target is None else str(target)
     columns = _texts(drop), _texts(text_columns), tuple(sample_shape)
     rules = TableRules(label, *columns, encoding, as_bytes, tuple(class_names), decimal, header)
-    wanted = Wanted(name_or_path, data_dir, seed, test_fraction, predicts, rules)
+    rules = replace(rules, sample_weight=str(sample_weight))
+    wanted = Wanted(name_or_path, data_dir, seed, test_fraction, predicts, rules, stratify)
     return wanted.load(wanted.prepare())
 
 
@@ -210,6 +216,7 @@ class Wanted:
     test_fraction: float
     predicts: LabelKind
     rules: TableRules
+    stratify: bool = False
 
     def prepare(self, team: Team = ALONE) -> Path | None:
         """Return the cache's entry of a large data set, made if it is missing. Collective.
@@ -268,11 +275,16 @@ class Wanted:
     @property
     def _split_rules(self) -> TableRules:
         """The rules of a table that will be split."""
-        return replace(self.rules, split=(self.test_fraction, self.seed))
+        by = self.test_fraction, self.seed
+        return replace(self.rules, split=by, stratify=self.stratify)
 
     def _split(self, train: Dataset, test: Dataset | None) -> TrainAndTest:
         if test is None:
-            return check_pair(*split(train, self.test_fraction, self.seed))
+            return check_pair(*split(train, self.test_fraction, self.seed, self.stratify))
+        if self.stratify:
+            raise UsageError(
+                f"{train.name} has a test part of its own, so it is not split; leave stratify out"
+            )
         return check_pair(train, test)
 
     def _parts(self, entry: Path, classes: int = 0) -> TrainAndTest:
@@ -288,7 +300,7 @@ class Wanted:
         return self._split(*self._find_form().read(ALONE, classes))
 
     def _known(self, entry: Path) -> Path:
-        return known_file(entry, self.test_fraction, self.seed)
+        return known_file(entry, self.test_fraction, self.seed, self.stratify)
 
     def _find_entry(self, form: "_Form") -> str:
         """Return the folder in the cache; nothing for a source that is small."""

@@ -99,6 +99,7 @@ class Table:
         notes: sentences about what was left out, replaced or made of texts.
         encoding: the rules that made the features.
         features: (rows, *sample_shape), float32; uint8 if a sample shape is given and fits pixels.
+        weights: (rows,), of the samples; None for equal ones.
     """
 
     source: object
@@ -115,12 +116,13 @@ class Table:
     notes: tuple[str, ...] = ()
     encoding: Encoding = ()
     features: Any = None
+    weights: NDArray[np.float64] | None = None
 
     @property
     def about(self) -> dict[str, Any]:
         """What a data set of this table keeps of it."""
         names = (name for column in self.encoding for name in column.features)
-        about = {name: getattr(self, name) for name in ("target", "encoding", "notes")}
+        about = {name: getattr(self, name) for name in ("target", "encoding", "notes", "weights")}
         return about | {"columns": tuple(names) * self.is_named}
 
     def other_target(self) -> str:

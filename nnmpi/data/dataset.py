@@ -220,11 +220,13 @@ class Samples(ABC):
         classes: the number of classes; for texts, the size of the vocabulary.
         places: (n,), the row of each sample where it is stored, if samples have another order
             there, as after a `split`; else None.
+        weights: (n,), by which the training multiplies the samples' losses; None for equal ones.
     """
 
     name: str
     classes: int
     places: Integers | None = None
+    weights: NDArray[Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -317,9 +319,12 @@ class Dataset(Samples):
         encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
         notes: sentences about what was left out of a table or replaced in it; files beside images.
         places: see `Samples`.
+        weights: (n,), of the samples' losses in the training, 0 or more; None for equal ones. The
+            loss of a batch is sum(weight * loss) / sum(weight) over all ranks, as that of
+            PyTorch's class weights. Evaluations count all samples alike.
 
     Raises:
-        DataError: when the shapes of x and y do not match or a label is out of range.
+        DataError: when the shapes of x and y do not match, or a label or a weight is out of range.
 
     Example:
         >>> x, y = np.random.default_rng(0).random((100, 5)), np.arange(100) % 3
@@ -339,6 +344,7 @@ class Dataset(Samples):
     encoding: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
     places: Integers | None = field(default=None, repr=False)
+    weights: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_int("classes", self.classes, 0)
@@ -389,6 +395,24 @@ class Dataset(Samples):
         if not self._reads_targets:
             for first, rows in blocks(self.y):
                 self._check_targets(rows, range(first, first + len(rows)))
+        if self.weights is not None:
+            weights = read_all(read_array(self.weights, f"weights of {self.name}"))
+            object.__setattr__(self, "weights", weights.astype(np.float64))
+            self._check_weights(self.weights)
+
+    def _check_weights(self, weights: NDArray[np.float64]) -> None:
+        """Refuse another number of weights than of samples, and what is no weight."""
+        if weights.shape != (len(self),):
+            raise DataError(
+                f"{self.name}: {len(self)} samples and weights of shape {weights.shape}; give one"
+                " weight for each sample"
+            )
+        most = np.finfo(np.float32).max
+        for index in np.flatnonzero(~((weights >= 0) & (weights <= most)))[:1].tolist():
+            raise DataError(
+                f"{self.name}: the weight {weights[index]} of sample {index} is not a finite number"
+                " from 0"
+            )
 
     @cached_property
     def _reads_targets(self) -> bool:
@@ -431,6 +455,12 @@ class Dataset(Samples):
             f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype},"
             f" {self.describe_targets()})"
         )
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of a row for each sample, by name: samples, labels, and weights if given."""
+        weights = {} if self.weights is None else {"weights": self.weights}
+        return {"x": self.x, "y": self.y, **weights}
 
     @property
     def names(self) -> Names:
@@ -535,7 +565,7 @@ class Dataset(Samples):
         result = hashlib.sha256(
             f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode()
         )
-        for array in (self.x, self.y):
+        for array in self.arrays.values():
             if isinstance(array, Chosen):  # its source in the order of storage
                 result.update(array.places.data)
                 array = array.source
@@ -572,7 +602,8 @@ class Dataset(Samples):
         They are copied if they are in memory; else they are still read when their batch is made.
         """
         places = indices if self.places is None else self.places[indices]
-        return replace(self, x=_chosen(self.x, indices), y=_chosen(self.y, indices), places=places)
+        arrays = {name: _chosen(array, indices) for name, array in self.arrays.items()}
+        return replace(self, **arrays, places=places)
 
     def with_targets(self, y: NDArray[Any], **changes: Any) -> "Dataset":
         """Return the same samples with targets that were made of these.
@@ -622,8 +653,7 @@ def split(
 ) -> tuple[Dataset, Dataset]:
     """Return training and test parts; the test part begins a seeded permutation.
 
-    By default class shares may differ between the parts, as in the splits of the commands. Both
-    parts get at least one sample.
+    By default class shares may differ between the parts. Both parts get at least one sample.
 
     Args:
         dataset: to split.
@@ -658,14 +688,15 @@ def split(
 
 
 def split_indices(
-    count: int, test_fraction: float, seed: int, labels: Integers | None = None
+    count: int, test_fraction: float, seed: int, labels: NDArray[Any] | None = None
 ) -> tuple[Integers, Integers]:
     """Return the indices of the two parts of a `split`, in random order.
 
     Args:
         count: samples.
         test_fraction, seed: see `split`.
-        labels: (count,), of classes that are split each; None to split all together.
+        labels: (count,), of classes that are split each, by whatever names; None to split all
+            together.
     """
     if not (isinstance(test_fraction, Real) and 0 < test_fraction < 1):
         raise UsageError(
@@ -675,15 +706,16 @@ def split_indices(
     order = stream(seed, "split").permutation(count)
     if labels is None:
         return order[tests:], order[:tests]
-    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    _, firsts, classes, sizes = np.unique(labels[order], True, True, True)
     exact = sizes * (tests / count)
     held_out = exact.astype(np.int64)
-    largest_remainders = np.argsort(held_out - exact, kind="stable")
+    # of equal remainders the one that the order has first, so that names do not count
+    largest_remainders = np.lexsort((firsts, held_out - exact))
     held_out[largest_remainders[: tests - held_out.sum()]] += 1
     is_test = np.zeros(count, bool)
     for number, size in enumerate(held_out.tolist()):
-        is_test[order[classes[order] == number][:size]] = True
-    return order[~is_test[order]], order[is_test[order]]
+        is_test[np.flatnonzero(classes == number)[:size]] = True
+    return order[~is_test], order[is_test]
 
 
 def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:

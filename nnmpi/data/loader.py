@@ -86,6 +86,9 @@ class Batch:
         epoch, number: of the batch; both count from 0.
         targets: the number of targets in each microbatch of the global batch; by default every
             label of every row counts. Losses are divided by `global_targets`, the sum.
+        weights: (rows,), by which the losses of the data set's samples are multiplied, in the
+            loader's dtype: 1 on average over the targets of the global batch, so that the quotient
+            is sum(weight * loss) / sum(weight). None for a data set without weights.
         host_y: the labels on the host if x and y are on a device; else None.
         length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
@@ -112,6 +115,7 @@ class Batch:
     first: int = 0
     row_elements: int = 0
     source: Origin | None = None
+    weights: Array | None = None
     loop: EpochLoop | None = field(default=None, repr=False)
     _unopened: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
 
@@ -146,9 +150,11 @@ class Batch:
             return getattr(self, name)
 
     def __iter__(self) -> Iterator[Array]:
-        """Yield x and y, for loops `for x, y in loader`."""
+        """Yield x and y, for loops `for x, y in loader`; and the weights, if samples have some."""
         yield self.x
         yield self.y
+        if self.weights is not None:
+            yield self.weights
 
     @property
     def global_targets(self) -> int:
@@ -177,21 +183,25 @@ class Batch:
         return self.y.get() if labels is None else labels  # type: ignore[attr-defined]
 
     def checksum(self) -> int:
-        """Return a checksum of the labels, and of the samples (on a device, of their indices)."""
-        x, labels = self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels
-        return checksum(x) if labels is None else checksum(x, labels)
+        """Return a checksum of labels, weights and samples (on a device, of their indices)."""
+        x = self.x if isinstance(self.x, np.ndarray) else self.indices
+        told = x, self.labels, self.weights
+        return checksum(*(array for array in told if isinstance(array, np.ndarray)))
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""
-        return replace(self, x=device.asarray(self.x), y=device.asarray(self.y), host_y=self.labels)
+        x, y = device.asarray(self.x), device.asarray(self.y)
+        return _weights_on(device, replace(self, x=x, y=y, host_y=self.labels))
 
     def rows(self, cut: Cut) -> Batch:
         """Return the samples and labels of a cut; all else is this batch's."""
         if cut.stop - cut.start == len(self.y):
             return self
         part = slice(cut.start, cut.stop)
-        host_y = None if self.host_y is None else self.host_y[part]
-        return replace(self, x=self.x[part], y=self.y[part], host_y=host_y)
+        host_y, weights = (
+            None if array is None else array[part] for array in (self.host_y, self.weights)
+        )
+        return replace(self, x=self.x[part], y=self.y[part], host_y=host_y, weights=weights)
 
     def taken(self) -> Taken:
         """Return which batch it is, without its arrays."""
@@ -232,18 +242,24 @@ class Order:
     def texts(self) -> list[str]:
         """See `loop.Origin.texts`."""
         settings = (f"{name} {value}" for name, value in self._settings.items())
-        return [f"{len(self._dataset)} samples", self._samples, *settings]
+        return [f"{len(self._dataset)} samples", self._samples, self._weights, *settings]
 
     @cached_property
     def _samples(self) -> str:
         """A checksum of all samples in memory; of others, of some rows."""
-        values = vars(self._dataset).values()
+        values = (item for name, item in vars(self._dataset).items() if name != "weights")
         arrays = [
             sampled(item) if is_lazy(item) else item
             for item in values
             if is_lazy(item) or (type(item) is np.ndarray and item.dtype != object)
         ]
         return f"samples with the checksum {checksum(*arrays)}"
+
+    @cached_property
+    def _weights(self) -> str:
+        weights = self._dataset.weights
+        what = "equal weights" if weights is None else f"the checksum {checksum(weights)}"
+        return f"weights of samples: {what}"
 
     def transformed(self) -> str | None:
         """See `loop.Origin.transformed`.
@@ -564,7 +580,7 @@ class Loader(Settled, read_once="group"):
 
             def received() -> Batch:
                 x, y = arrive()
-                return replace(batch, x=x, y=y)
+                return _weights_on(uploads.device, replace(batch, x=x, y=y))
 
             return received
 
@@ -683,8 +699,24 @@ class Loader(Settled, read_once="group"):
             targets=targets,
             first=epoch_order[start],
             source=self._source,
+            weights=self._weights(epoch_order[start : start + global_rows], indices),
         )
         return make, indices, length
+
+    def _weights(self, batch_order: Integers, indices: Integers) -> NDArray[Any] | None:
+        """Return the weights of some samples of a batch; see `Batch.weights`.
+
+        Args:
+            batch_order: the samples of the global batch, so that no message is needed.
+            indices: of the samples.
+        """
+        weights, targets = self.dataset.weights, self.dataset.targets
+        if weights is None:
+            return None
+        counts = 1 if targets is None else targets[batch_order]
+        total = float((weights[batch_order] * counts).sum())
+        whole = len(batch_order) if targets is None else int(targets[batch_order].sum())
+        return (weights[indices] * (whole / (total or 1.0))).astype(self._kind)
 
     def _converted(self, y: NDArray[Any]) -> NDArray[Any]:
         return y.astype(self._kind, copy=False) if y.dtype.kind == "f" else y
@@ -789,8 +821,15 @@ def _gathered(
         y, start = device.asarray(labels), 0  # few bytes, in one copy
         for make, rows, _ in outlines:
             part = slice(start, start := start + len(rows))
-            yield make(x[part], y[part], rows, host_y=labels[part])
+            yield _weights_on(device, make(x[part], y[part], rows, host_y=labels[part]))
         count *= 2
+
+
+def _weights_on(device: Backend, batch: Batch) -> Batch:
+    """Return a batch with its samples' weights on a device, if it has some."""
+    if batch.weights is not None:
+        batch.weights = device.asarray(batch.weights)
+    return batch
 
 
 T = TypeVar("T")

@@ -41,7 +41,8 @@ SMALL_BYTES = 2**20
 HEAD_BYTES = 2**16  # of a file's begin, which are part of KEY
 Pair: TypeAlias = tuple[Dataset, Dataset | None]
 ReadSet: TypeAlias = Callable[..., Pair]  # of a team
-_ABOUT = [item.name for item in fields(Dataset) if item.name not in ("x", "y", "places")]
+_ARRAYS = "x", "y", "weights"
+_ABOUT = [item.name for item in fields(Dataset) if item.name not in (*_ARRAYS, "places")]
 
 
 class FolderTeam(Team):
@@ -166,7 +167,7 @@ def _save(parts: Pair, place: FolderTeam) -> None:
             if part is not None:
                 about = {name: getattr(part, name) for name in _ABOUT}
                 about["encoding"] = [asdict(column) for column in part.encoding]
-                arrays = {name: _place_of(getattr(part, name), place) for name in ("x", "y")}
+                arrays = {name: _place_of(array, place) for name, array in part.arrays.items()}
                 values.append({**about, **arrays})
         write_json(place.folder / SET, values)
         (place.folder / SPOOL).unlink(missing_ok=True)
@@ -216,7 +217,8 @@ def damaged(folder: Path, error: Exception) -> DataError:
 
 
 def _load(values: dict[str, Any], folder: Path) -> Dataset:
-    arrays: dict[str, Any] = {name: _open(values.pop(name), folder) for name in ("x", "y")}
+    given = [name for name in _ARRAYS if name in values]
+    arrays: dict[str, Any] = {name: _open(values.pop(name), folder) for name in given}
     kinds = {**get_type_hints(Dataset), "encoding": Encoding}
     about = {name: rebuilt(kinds[name], value) for name, value in values.items()}
     return Dataset(**arrays, **about)
@@ -234,11 +236,9 @@ def _open(place: dict[str, Any], folder: Path) -> FileArray:
 # ---- what is known ----
 
 
-def known_file(entry: Path, test_fraction: float, seed: int) -> Path:
-    """Return the file of what is known of the parts after a split."""
-    return (
-        entry / f"known-{sha256(json_text([test_fraction, seed]).encode()).hexdigest()[:16]}.json"
-    )
+def known_file(entry: Path, *split: float) -> Path:
+    """Return the file of what is known of the parts after a split, which the numbers decide."""
+    return entry / f"known-{sha256(json_text(split).encode()).hexdigest()[:16]}.json"
 
 
 def measure(file: Path, parts: Sequence[Dataset], team: Team) -> None:
@@ -259,7 +259,7 @@ def measure(file: Path, parts: Sequence[Dataset], team: Team) -> None:
 
     values = []
     for part in parts:
-        texts = [content_of(part.x), content_of(part.y), part.classes, part.scale]
+        texts = [*map(content_of, part.arrays.values()), part.classes, part.scale]
         identity = sha256(json_text(texts).encode()).hexdigest()
         if not part.is_tokens:
             vars(part)["moments"] = moments(part.x, part.places, team)

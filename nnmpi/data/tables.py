@@ -35,7 +35,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import nan, prod
+from math import isfinite, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,9 @@ class TableRules:
             training table for the one that its numbers show.
         header: whether the first row of a file names the columns.
         split: the share of the test part and the seed, of a training table that will be split.
+        stratify: whether it will be split class by class.
+        sample_weight: the column of the samples' weights in a training table, by name or number;
+            empty for none.
     """
 
     target: str = ""
@@ -112,6 +115,8 @@ class TableRules:
     decimal: str = ""
     header: bool = True
     split: tuple[float, int] | None = None
+    stratify: bool = False
+    sample_weight: str = ""
 
 
 NO_RULES = TableRules()
@@ -484,12 +489,19 @@ class _Plan:
         texts: those among them that are known to be texts.
         target: the place of the label; -1 for none.
         notes: sentences.
+        weight: the place of the samples' weights; -1 for none.
     """
 
     places: list[int]
     texts: list[int]
     target: int
     notes: tuple[str, ...] = ()
+    weight: int = -1
+
+    @property
+    def numbers(self) -> list[int]:
+        """The places of cells that may be numbers: of features, and of weights."""
+        return [*self.places, self.weight] if self.weight >= 0 else self.places
 
 
 def _plan_training(rows: CellRows, rules: TableRules) -> _Plan:
@@ -509,9 +521,16 @@ def _plan_training(rows: CellRows, rules: TableRules) -> _Plan:
     _check_different(rows.source, rows.names)
     place_of = _finder(rows.source, rows.names)
     dropped = {*map(place_of, rules.drop)}
-    left = [place for place in range(rows.width) if place not in dropped]
+    weight = place_of(rules.sample_weight) if rules.sample_weight else -1
+    left = [place for place in range(rows.width) if place not in dropped and place != weight]
     target = place_of(rules.target) if rules.target else left[-1] if left else -1
-    return _Plan([place for place in left if place != target], [], target)
+    if weight in (target, *dropped) and weight >= 0:
+        name = rows.names[weight]
+        raise UsageError(
+            f"{rows.source}: column {name!r} cannot be the weights of the samples, sample_weight,"
+            f" and {'the label' if weight == target else 'left out'}; name another one"
+        )
+    return _Plan([place for place in left if place != target], [], target, weight=weight)
 
 
 def _plan_other(rows: CellRows, rules: TableRules, labelled: bool) -> _Plan:
@@ -656,8 +675,9 @@ def to_table(
     encoding = rules.encoding
     plan = _plan_other(rows, rules, labelled) if encoding else _plan_training(rows, rules)
     read = _read(rows, plan, rules, team)
-    training = split_indices(len(read.lines), *rules.split)[0] if rules.split else slice(None)
-    names = rows.names
+    names, training = rows.names, None
+    if not encoding:
+        training = _training_rows(read, rules)
     table = Table(
         rows.source,
         read.lines,
@@ -667,7 +687,7 @@ def to_table(
         read.matrix,
         read.texts,
         read.mark,
-        None if encoding else training,
+        training,
         tuple(read.labels),
         names[plan.target] if plan.target >= 0 else "",
         (*plan.notes, *read.notes),
@@ -681,7 +701,38 @@ def to_table(
         places = [column.place for column in encoding]
     features, about = encode(table, encoding, places, team)
     samples = _shaped(table, features, encoding, rules)
-    return replace(table, encoding=encoding, features=samples, notes=(*table.notes, *notes, *about))
+    table = replace(table, features=samples, weights=_weights_in(table, plan.weight))
+    return replace(table, encoding=encoding, notes=(*table.notes, *notes, *about))
+
+
+def _training_rows(read: "_Read", rules: TableRules) -> Integers | slice:
+    """Return the rows of a table that will be in the training part."""
+    if rules.split is None:
+        return slice(None)
+    classes = None
+    if rules.stratify:
+        keys = _ClassLabels(read.labels, read.mark).keys
+        classes = np.array([keys[label] for label in read.labels])
+    return split_indices(len(read.lines), *rules.split, classes)[0]
+
+
+def _weights_in(table: Table, place: int) -> NDArray[np.float64] | None:
+    """Return the weights of the samples in a column; None for none.
+
+    Raises:
+        DataError: for a cell that is no number from 0 on, or missing.
+    """
+    if place < 0:
+        return None
+    weights, texts = table.numbers[:, place].copy(), table.texts.get(place, {})
+    for row in np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))[:1].tolist():
+        given = texts.get(row, "" if np.isnan(weights[row]) else f"{weights[row]:.15g}")
+        what = f"{shortened(repr(given))} is no weight" if given else "the weight is missing"
+        raise DataError(
+            f"{table.source}, line {table.lines[row]}, column {place + 1}: {what} of a sample; give"
+            " a finite number from 0, or another column, sample_weight"
+        )
+    return weights
 
 
 @dataclass
@@ -749,7 +800,7 @@ def _read(rows: CellRows, plan: _Plan, rules: TableRules, team: Team) -> _Read:
     read = _Read(rows.width, known or ".", team.spool())
     finds_mark = not rows.is_typed and not known
     stays_text = rows.is_typed and not rules.encoding
-    features = {*plan.places}
+    features = {*plan.numbers}
     unread = [place for place in range(rows.width) if place not in features]
     spellings = dict[str, str]()  # of equal labels one object is kept
     for block in rows.in_blocks():
@@ -773,7 +824,7 @@ def _read(rows: CellRows, plan: _Plan, rules: TableRules, team: Team) -> _Read:
             # where a row before had a text, this one has
             numbers = [] if stays_text or read.texts else _plain_numbers(cells, read)
             if finds_mark and not (numbers and "." in read.shown):
-                for place in plan.places:
+                for place in plan.numbers:
                     read.note_mark(line, place, cells[place])
             read.values.extend(numbers or _numbers_of(cells, read, row, stays_text))
     if not read.lines:
@@ -822,14 +873,14 @@ def _read_plain(
         return False
     try:
         values = np.loadtxt(
-            block.lines, delimiter=separator, comments=None, usecols=plan.places, ndmin=2
+            block.lines, delimiter=separator, comments=None, usecols=plan.numbers, ndmin=2
         )
     except ValueError:
         return False
     if len(values) != len(block.lines):  # a line was blank
         return False
     full = np.full((len(values), rows.width), nan)
-    full[:, plan.places] = values
+    full[:, plan.numbers] = values
     read.values.extend(full.reshape(-1))
     read.lines.extend(range(block.first, block.first + len(values)))
     read.labels += [spellings.setdefault(label, label) for label in labels]
@@ -1013,6 +1064,46 @@ def _shaped(
     return pixels if fits.all() else samples
 
 
+class _ClassLabels:
+    """The different labels of a table, as names of classes.
+
+    Args:
+        labels: of the rows.
+        mark: the decimal mark.
+        class_names: of the training table, for another one; else empty.
+
+    Attributes:
+        numbers: each label as a number; None for a text.
+        is_numeric: whether all are numbers.
+        spelled: each label as its class is called: 1.0 is 1.
+        keys: by what each label is compared with others.
+    """
+
+    def __init__(self, labels: Iterable[str], mark: str, class_names: tuple[str, ...] = ()) -> None:
+        self.numbers = {label: number(label, mark) for label in dict.fromkeys(labels)}
+        self.is_numeric = all(
+            _is_class_number(label, mark) for label in class_names or self.numbers
+        )
+        self.spelled = {
+            label: _as_integer(label, value) if self.is_numeric else label
+            for label, value in self.numbers.items()
+        }
+        self.keys = {label: class_key(text) for label, text in self.spelled.items()}
+
+
+def _is_class_number(label: str, mark: str) -> bool:
+    """Return whether a label is the number of a class, none with a zero in front, and no bool."""
+    has_zero = label[0] == "0" and label[1:2].isdigit()
+    return number(label, mark) is not None and label.lower() not in BOOLS and not has_zero
+
+
+def _as_integer(label: str, value: float | None) -> str:
+    """Return a label as an integer, if it is one: from its digits, since a float has 53 bits."""
+    if label.lstrip("+-").isdecimal():
+        return str(int(label))
+    return str(int(value)) if value is not None and isfinite(value) else label
+
+
 def to_dataset(
     table: Table,
     name: str,
@@ -1029,8 +1120,8 @@ def to_dataset(
         predicts: the kind of labels; "any" means quantities if a label has a fraction.
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
-    numbers = {label: number(label, table.mark) for label in dict.fromkeys(table.labels)}
-    is_numeric = all(_is_class_number(label, table.mark) for label in class_names or numbers)
+    labels = _ClassLabels(table.labels, table.mark, class_names)
+    numbers, is_numeric = labels.numbers, labels.is_numeric
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     y: NDArray[Any]
@@ -1042,15 +1133,9 @@ def to_dataset(
         )
     else:
         is_first = is_trained_on and not class_names  # so its labels say which classes there are
-        y, about = _classes(table, numbers, is_numeric, class_names, is_first)
+        y, about = _classes(table, labels, class_names, is_first)
     scale = 1 / 255 if table.features.dtype == np.uint8 else 1.0
     return Dataset(name, table.features, y, scale=scale, **about)
-
-
-def _is_class_number(label: str, mark: str) -> bool:
-    """Return whether a label is the number of a class, none with a zero in front, and no bool."""
-    has_zero = label[0] == "0" and label[1:2].isdigit()
-    return number(label, mark) is not None and label.lower() not in BOOLS and not has_zero
 
 
 def _quantities(table: Table, numbers: Mapping[str, float | None]) -> NDArray[np.float64]:
@@ -1072,32 +1157,21 @@ def _quantities(table: Table, numbers: Mapping[str, float | None]) -> NDArray[np
 
 
 def _classes(
-    table: Table,
-    numbers: Mapping[str, float | None],
-    is_numeric: bool,
-    known_names: Sequence[str],
-    is_first: bool,
+    table: Table, labels: _ClassLabels, known_names: Sequence[str], is_first: bool
 ) -> tuple[Integers, dict[str, Any]]:
     """Return the labels as numbers of classes, and what the data set keeps of these and the table.
 
     Args:
         table: the table.
-        numbers: {label: its number, or None}.
-        is_numeric: whether all labels are numbers.
+        labels: of its rows.
         known_names: of the classes of the training table; empty to find them.
         is_first: whether the labels are to be learned: one class teaches nothing.
 
     Raises:
         DataError: for labels that are no classes, or none of those of the training table.
     """
-    spelled = {
-        # from its digits: a float has 53 bits, and numbers of orders may have more
-        label: str(int(label if label.lstrip("+-").isdecimal() else value))
-        if is_numeric and value is not None
-        else label
-        for label, value in numbers.items()
-    }
-    known = known_names or sorted({*spelled.values()}, key=int if is_numeric else str)
+    key = int if labels.is_numeric else str
+    known = known_names or sorted({*labels.spelled.values()}, key=key)
     names = {class_key(label): label for label in reversed(known)}  # of two spellings the first
     if is_first and len(names) == 1:
         raise DataError(
@@ -1105,12 +1179,12 @@ def _classes(
             f" predict; {table.other_target()}"
         )
     class_of = {key: number for number, key in enumerate(reversed(names))}
-    if unknown := [label for label in numbers if class_key(spelled[label]) not in class_of]:
+    if unknown := [label for label in labels.numbers if labels.keys[label] not in class_of]:
         raise DataError(
             f"{table.source}: label {shortened(unknown[0])!r} is not among the training labels"
             f" {[*known]}"
         )
-    classes = {label: class_of[class_key(text)] for label, text in spelled.items()}
+    classes = {label: class_of[key] for label, key in labels.keys.items()}
     y = np.array([classes[label] for label in table.labels])
     about = {
         "classes": len(names),
@@ -1118,7 +1192,7 @@ def _classes(
         **table.about,
     }
     if is_first:
-        remedy = HINT if is_numeric else table.other_target()
+        remedy = HINT if labels.is_numeric else table.other_target()
         about["notes"] += judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
     return y, about
 
@@ -1129,7 +1203,7 @@ def refuse_rules(what: str, rules: TableRules) -> None:
     Raises:
         UsageError: with the name of the rule.
     """
-    names = ("target", "drop", "text_columns", "sample_shape", "class_names", "decimal", "header")
-    for name in names:
+    names = "target drop text_columns sample_shape class_names decimal header sample_weight"
+    for name in names.split():
         if getattr(rules, name) != getattr(NO_RULES, name) and not rules.encoding:
             raise UsageError(f"{what} is no table with columns to choose; leave {name} out")

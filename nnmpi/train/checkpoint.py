@@ -545,7 +545,7 @@ def restore(
         if state.samples == first.samples:
             had, has = (
                 "a run on different data",
-                "the samples or labels have changed since",
+                "the samples, labels or weights have changed since",
             )
         raise DataError(
             f"{last.folder} is of {had}, but {has}; resume with the original data, or start a new"

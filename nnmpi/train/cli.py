@@ -68,7 +68,8 @@ RANKS = ("--ranks", "-n")
 FIXED = """
 model hidden activation dropout layers features heads kv_heads theta tied experts experts_top
 experts_capacity context lora lora_alpha lora_targets lora_dropout
-dataset target tokenizer text_columns text_samples test_fraction normalize partition
+dataset target tokenizer text_columns text_samples test_fraction stratify sample_weight normalize
+partition
 shuffle_block batch_size optimizer loss class_weights dtype seed sum compress best_by
 """
 

@@ -65,7 +65,9 @@ NO_ADAPTERS: Mapping[str, Any] = {
     "lora_dropout": 0.0,
     "adapter": None,
 }
-NOT_OF_TOKENS = "target drop sample_shape decimal header augment loss class_weights"
+NOT_OF_TOKENS = (
+    "target drop sample_weight sample_shape decimal header stratify augment loss class_weights"
+)
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
@@ -345,6 +347,10 @@ class DataConfig:
     """
     drop: str = ""
     """Columns of a table to leave out, by names or numbers from 1, separated by commas."""
+    sample_weight: str = ""
+    """Column of a table with the weights of the samples' losses in the training, by name or number
+    from 1: a batch's loss is sum(weight x loss) / sum(weight). It is no feature.
+    """
     sample_shape: tuple[int, ...] | None = None
     """Shape of a row of a table, such as 28,28,1 for the pixels of an image (default: its
     features).
@@ -357,6 +363,8 @@ class DataConfig:
     """Folder of the data set's files. Without it they are downloaded once per node."""
     test_fraction: float = 0.2
     """Fraction of the samples held out for the test, for data sets without a test set."""
+    stratify: bool = False
+    """Hold out this fraction of each class (default: of all samples together)."""
     augment: str = "none"
     """Random changes of training images, joined by dashes, such as shift-flip. shift: by up to a
     twelfth of the shorter side. flip: left-right. rotate: by up to 10 degrees. color: by up to a
@@ -465,8 +473,7 @@ class OptimizationConfig:
     """Probability moved from the right class to all classes, in the training loss."""
     class_weights: tuple[float, ...] | Literal["balanced"] = ()
     """Weights of the classes in the training loss, in their order, such as 1 2.5 4; balanced:
-    inverse
-    to how many training samples each has. None: equal ones.
+    inverse to how many training samples each has. None: equal ones.
     """
     freeze: str = ""
     """Parameters that are not trained, by names or patterns, separated by commas, such as

@@ -90,7 +90,8 @@ def fit(
     Args:
         model: a module. With values (`initialize`) it goes on from these; otherwise they are drawn
             by `seed`. Pipelines and sharded layers need one without.
-        train, test: a `Dataset` or a text each, or a pair of arrays (samples, labels).
+        train, test: a `Dataset` or a text each, or a pair of arrays (samples, labels); of `train`
+            also three, (samples, labels, weights), see `Dataset`.
         epochs, batch_size: passes over `train`, and samples for each update, over all ranks.
         optimizer: a name, see `optim`; or a class or function of the model's storage, such as
             `optim.Lion` or `partial(optim.SGD, lr=0.1, momentum=0.9)`.
@@ -318,6 +319,10 @@ def _options(options: Mapping[str, Any], layout: Layout | None) -> dict[str, Any
             name not in of_layout,
             f"{name} is a Layout's: give nnmpi.fit(..., layout=nnmpi.Layout({name}=...))",
         )
+        require(
+            name != "sample_weight",
+            "weights belong to the samples: nnmpi.fit(model, (x, y, weights), test)",
+        )
     known = {
         name: option
         for name, option in all_options().items()
@@ -402,17 +407,19 @@ def _samples(train: Any, test: Any) -> tuple[Samples, Samples]:
     """
     items = {"train": train, "test": test}
     for name, item in items.items():
+        lengths = (2, 3) if name == "train" else (2,)
         require(
-            isinstance(item, Samples) or (isinstance(item, tuple | list) and len(item) == 2),
+            isinstance(item, Samples) or (isinstance(item, tuple | list) and len(item) in lengths),
             f"{name} is {type(item).__name__}; give a data.Dataset, or a pair of arrays, (samples,"
-            " labels)",
+            " labels); the training's may have weights, (samples, labels, weights)",
         )
     pairs = {name: item for name, item in items.items() if not isinstance(item, Samples)}
-    labels = [read_array(y, f"labels of {name}", True) for name, (_, y) in pairs.items()]
+    labels = [read_array(y, f"labels of {name}", True) for name, (_, y, *_) in pairs.items()]
     whole = [y for y in labels if y.dtype.kind in "biu"]
     classes = 1 + max((int(y.max(initial=0)) for y in whole), default=0)
-    for name, (x, y) in pairs.items():
-        items[name] = Dataset(name, x, y, classes if len(whole) == len(labels) else 0)
+    for name, (x, y, *weights) in pairs.items():
+        known = classes if len(whole) == len(labels) else 0
+        items[name] = Dataset(name, x, y, known, weights=weights[0] if weights else None)
     return items["train"], items["test"]
 
 

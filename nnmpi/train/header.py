@@ -44,6 +44,8 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     order = "" if config.data.partition == "none" else f", partition {config.data.partition}"
     if config.data.shuffle_block is not None:
         order = f", shuffled in blocks of {config.data.shuffle_block}"
+    if config.data.stratify:
+        order += ", split class by class"
     kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
     named = [
@@ -102,6 +104,7 @@ def _habits(run: TrainingRun) -> str:
         [
             *([f"augmentation {config.data.augment}"] if config.data.augment != "none" else []),
             *([f"class weights {given}"] if weights else []),
+            *(["losses weighted by samples"] if run.inputs.train.weights is not None else []),
             *([f"label smoothing {smoothing:g}"] if smoothing else []),
             *([f"gradients clipped to a norm of {clip:g}"] if clip is not None else []),
         ]

@@ -22,7 +22,7 @@ from nnmpi.base.errors import DataError, UsageError
 from nnmpi.comm.agreement import agree, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
-from nnmpi.compose.losses import ERRORS, YES_OR_NO
+from nnmpi.compose.losses import ERRORS, YES_OR_NO, refuse_weights
 from nnmpi.data.catalogue import Wanted, find_text, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
@@ -99,6 +99,8 @@ def load_samples(
     )
     team, entry = NodeTeam(group, say), None
     with agreed(group), _prefixed(where):
+        if is_custom(data.dataset):
+            _refuse_forms(data, "the function makes the samples itself")
         source = text_source(config)
         wanted = None if source or is_custom(data.dataset) else wanted_files(config, signature)
     with agreed(group), _prefixed(where):
@@ -163,6 +165,7 @@ def load_inputs(
             raise UsageError(
                 f"--dataset {data.dataset} has only one class, so there is nothing to predict"
             )
+        _check_weights(config, train)
         batch_size = config.optimization.rows(len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, mesh.dp)
@@ -197,6 +200,22 @@ def load_inputs(
 
         loaders = loader(train, True, changes), loader(test, False, after)
         return Inputs(train, test, batch_size, *loaders, signature)
+
+
+def _check_weights(config: Config, train: Samples) -> None:
+    """Refuse weights of samples that are all 0, or whose mean has no whole batch.
+
+    Raises:
+        UsageError: see `refuse_weights`.
+    """
+    if train.weights is None:
+        return
+    require(
+        bool(train.weights.any()),
+        f"all weights of the samples of {train.name} are 0, so none counts; give others",
+    )
+    if config.sync.asynchronous or config.parallel.asynchronous:
+        refuse_weights("the samples have")
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
@@ -349,16 +368,25 @@ def text_source(config: Config) -> TextSource | None:
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
         return None
-    for name in ("data_dir", "target", "drop", "sample_shape", "decimal", "header"):
-        require(
-            name not in non_defaults(data),
-            "a text names its file itself, and its tokens are the labels; leave"
-            f" {flag_of(name)} out",
-        )
+    _refuse_forms(data, "a text names its file itself, and its tokens are the labels")
     tokenizer = data.tokenizer or (
         CHARACTERS if model.pretrained is None else str(model.pretrained)
     )
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
+
+
+# options of how a file is read, and which of its samples are held out
+_FORMS = "data_dir target drop sample_weight sample_shape decimal header stratify"
+
+
+def _refuse_forms(data: DataConfig, why: str) -> None:
+    """Refuse options of how a file of samples is read, for data that are none.
+
+    Raises:
+        UsageError: with the option.
+    """
+    for name in _FORMS.split():
+        require(name not in non_defaults(data), f"{why}; leave {flag_of(name)} out")
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
@@ -425,8 +453,10 @@ def wanted_files(config: Config, signature: ModelSignature | None) -> Wanted:
         as_bytes=signature.stored == BYTES if signature else None,
         decimal="" if data.decimal == "auto" else data.decimal,
         header=data.header,
+        sample_weight="" if signature else data.sample_weight,
     )
-    return Wanted(data.dataset, data.data_dir, config.run.seed, data.test_fraction, predicts, rules)
+    split = config.run.seed, data.test_fraction
+    return Wanted(data.dataset, data.data_dir, *split, predicts, rules, data.stratify)
 
 
 def _load(

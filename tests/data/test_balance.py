@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nnmpi.data import Dataset, Loader, split
+from nnmpi.data import Dataset, Loader, load, split
 from nnmpi.data.sampler import balanced_order
 from tests.harness.refusals import usage_error
 
@@ -41,3 +41,17 @@ def test_a_stratified_split_holds_out_the_same_share_of_each_class():
     assert np.array_equal(again.x, train.x)
     numbers = Dataset("numbers", dataset.x, y.astype("float32"), 0)
     usage_error("stratify splits each class, and numbers has none", split, numbers, 0.2, 0, True)
+
+
+def test_tables_are_split_class_by_class(tmp_path):
+    """A missing number becomes the median of the rows that are trained on, by that split."""
+    kinds = ["true", "TRUE", "false", "rare"] + ["true", "false"] * 20 + ["rare"] * 4
+    lines = [f"{n * n % 41 if n % 6 else ''},{kind}" for n, kind in enumerate(kinds)]
+    (tmp_path / "t.csv").write_text("\n".join(["size,kind", *lines]))
+    train, test = load(tmp_path / "t.csv", stratify=True, test_fraction=0.25)
+    assert np.bincount(test.y).tolist() == [5, 1, 6]
+    known = [n * n % 41 for n in np.setdiff1d(np.arange(len(kinds)), test.places) if n % 6]
+    plain, _ = load(tmp_path / "t.csv", test_fraction=0.25)
+    assert train.encoding[0].fill == np.median(known) != plain.encoding[0].fill
+    np.savez(tmp_path / "a.npz", x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y)
+    usage_error("a test part of its own", load, tmp_path / "a.npz", stratify=True)

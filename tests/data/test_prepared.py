@@ -155,6 +155,21 @@ def test_a_prepared_set_is_the_one_in_memory_and_nothing_is_computed_again(
         assert isinstance(source, FileArray)
 
 
+def test_weights_of_a_table_are_prepared_and_stay_with_their_rows(tmp_path, all_large):
+    path, weights = table(tmp_path), np.arange(ROWS) % 7
+    head, *rows = path.read_text().splitlines()
+    rows = [f"{weight},{row}" for weight, row in zip(weights, rows, strict=True)]
+    path.write_text("\n".join([f"weight,{head}", *rows]))
+    parts = load(path, sample_weight="weight", stratify=True)
+    for part in parts:
+        assert np.array_equal(part.weights, weights[part.places]) and len(part.columns) == 3
+    (tmp_path / "table.csv").write_text(path.read_text().replace("\n3,", "\n4,"))
+    again = load(path, sample_weight="weight", stratify=True)
+    assert again[0].identity != parts[0].identity
+    equal = load(path, stratify=True)
+    assert equal[0].weights is None and len(equal[0].columns) == 4
+
+
 def images_in_files(parent, **labels):
     """A training and a test part of images of floats, in .npy files."""
     x = bytes_of(4, 4, 3).astype("f4") / 255

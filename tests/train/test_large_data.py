@@ -86,7 +86,7 @@ def test_a_resumed_run_ends_alike_and_names_a_changed_set(save, data, tmp_path, 
         assert arrays(tmp_path / "cut") == whole
     trained(f"{words} --stop-after 5", tmp_path / "changed", 1)
     save(source, x=content["x"][::-1], y=content["y"])
-    with pytest.raises(NnmpiError, match="samples or labels have changed"):
+    with pytest.raises(NnmpiError, match="labels or weights have changed"):
         on_ranks(main, f"--resume {tmp_path / 'changed'}", 1)
 
 

@@ -414,9 +414,12 @@ def test_divergence_keeps_earlier_checkpoints(train, tmp_path):
         ),
         (
             {"feature": 9.0},
-            "of a run on different data, but the samples or labels have changed since",
+            "of a run on different data, but the samples, labels or weights have changed since",
         ),
-        ({"label": 1}, "of a run on different data, but the samples or labels have changed since"),
+        (
+            {"label": 1},
+            "of a run on different data, but the samples, labels or weights have changed since",
+        ),
     ],
     ids=["length", "a feature", "a label"],
 )

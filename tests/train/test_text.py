@@ -107,7 +107,7 @@ def test_the_tokenizer_is_kept_and_must_stay(place):
     assert saved.decode(saved.encode("alpha be")) == "alpha be"
     (place / "words.txt").write_text((place / "words.txt").read_text().replace("z", "Z"))
     data_error(
-        "a run on different data, but the samples or labels have changed since",
+        "a run on different data, but the samples, labels or weights have changed since",
         on_ranks,
         main,
         "--resume run",
