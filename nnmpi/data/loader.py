@@ -198,9 +198,8 @@ class Batch:
         if cut.stop - cut.start == len(self.y):
             return self
         part = slice(cut.start, cut.stop)
-        host_y, weights = (
-            None if array is None else array[part] for array in (self.host_y, self.weights)
-        )
+        host_y = None if self.host_y is None else self.host_y[part]
+        weights = None if self.weights is None else self.weights[part]
         return replace(self, x=self.x[part], y=self.y[part], host_y=host_y, weights=weights)
 
     def taken(self) -> Taken:
@@ -689,6 +688,11 @@ class Loader(Settled, read_once="group"):
         rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])
+        weights = None
+        if self.dataset.weights is not None:
+            weights = self._weights(
+                self.dataset.weights, epoch_order[start : start + global_rows], indices
+            )
         make = partial(
             Batch,
             cuts=cuts,
@@ -699,20 +703,21 @@ class Loader(Settled, read_once="group"):
             targets=targets,
             first=epoch_order[start],
             source=self._source,
-            weights=self._weights(epoch_order[start : start + global_rows], indices),
+            weights=weights,
         )
         return make, indices, length
 
-    def _weights(self, batch_order: Integers, indices: Integers) -> NDArray[Any] | None:
+    def _weights(
+        self, weights: NDArray[Any], batch_order: Integers, indices: Integers
+    ) -> NDArray[Any]:
         """Return the weights of some samples of a batch; see `Batch.weights`.
 
         Args:
+            weights: of all samples.
             batch_order: the samples of the global batch, so that no message is needed.
             indices: of the samples.
         """
-        weights, targets = self.dataset.weights, self.dataset.targets
-        if weights is None:
-            return None
+        targets = self.dataset.targets
         counts = 1 if targets is None else targets[batch_order]
         total = float((weights[batch_order] * counts).sum())
         whole = len(batch_order) if targets is None else int(targets[batch_order].sum())
