@@ -11,6 +11,7 @@ the window, and then computes on long contiguous arrays (see `backend.planes`). 
 windows. Windows may overlap. Large windows that do not are summed by products with ones.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -308,11 +309,17 @@ def pooled3d(
             f"{name} needs volumes (batch, depth, height, width,"
             f" channels), not an array of shape {x.shape}"
         )
-    n, depth, *plane, channels = x.shape
-    x = pooled(kind, x.reshape(n * depth, *plane, channels), in_plane)
+    n, depth, height, width, channels = x.shape
+    _check_fit(name, x.shape, ("depth", "height", "width"), _volumes(in_plane, in_depth))
+    x = kind(in_plane)(x.reshape(n * depth, height, width, channels))
     rows, columns = x.shape[1:3]
-    x = pooled(kind, x.reshape(n, depth, rows * columns, channels), in_depth)
+    x = kind(in_depth)(x.reshape(n, depth, rows * columns, channels))
     return x.reshape(n, x.shape[1], rows, columns, channels)
+
+
+def _volumes(in_plane: PoolWindows, in_depth: PoolWindows) -> Sequence[Shape]:
+    """Return kernel, stride and padding of volumes: depth, rows and columns."""
+    return [(deep, *flat) for (deep, _), flat in zip(in_depth, in_plane, strict=True)]
 
 
 def pool_volumes(
@@ -332,22 +339,36 @@ def pool_volumes(
 
 def pooled(kind: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
     """Apply a pooling operation to images of floating point. Same errors as `max_pool2d`."""
-    name, (sizes, steps, border) = kind.name, over
+    name = kind.name
     require_floating(name, x)
     if x.ndim != 4:
         raise ShapeError(
             f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}"
         )
-    for axis, what in ((0, "height"), (1, "width")):
+    _check_fit(name, x.shape, ("height", "width"), over)
+    return kind(over)(x)
+
+
+def _check_fit(name: str, shape: Shape, axes: Sequence[str], over: Sequence[Shape]) -> None:
+    """Refuse windows that do not fit images or volumes.
+
+    Args:
+        name: of the operation.
+        shape: of its input.
+        axes: names of the axes behind the first.
+        over: kernel, stride and padding, along these axes each.
+    """
+    sizes, steps, border = over
+    for axis, what in enumerate(axes):
         if 2 * border[axis] > sizes[axis]:
             raise UsageError(
                 f"{name}'s padding {border} is more than half of its kernel_size {sizes}; give less"
             )
-        if out_size(x.shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
+        if out_size(shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
+            items = "images" if len(axes) == 2 else "volumes"
             raise ShapeError(
-                f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}"
+                f"{name}'s window of {sizes} does not fit the {what} of {items} {shape}"
             )
-    return kind(over)(x)
 
 
 def pool_windows(kernel_size: PairLike, stride: PairLike | None, padding: PairLike) -> PoolWindows:

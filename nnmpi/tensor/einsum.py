@@ -136,6 +136,12 @@ def _product(x: Tensor, names: str, y: Tensor, others: str, later: set[str]) -> 
     y, others = _summed(y, others, {*names} | later)
     both = [name for name in names if name in others]
     inner = [name for name in both if name not in later]
+    for name in inner:  # of length 1 in one of them, as "..." may be: times the other's sum
+        at, other = names.index(name), others.index(name)
+        if x.shape[at] == 1:
+            y = y.sum(other, keepdims=True)
+        elif y.shape[other] == 1:
+            x = x.sum(at, keepdims=True)
     stack = [name for name in both if name in later]
     rows = [name for name in names if name not in others]
     columns = [name for name in others if name not in names]

@@ -163,8 +163,10 @@ def _argsort(x: Array, axis: int) -> Array:
     moved = np.moveaxis(x, axis, -1)
     rows, width = moved.reshape(-1, length), 1 << (length - 1).bit_length()
     is_nan = rows != rows
-    keys = xp.full((len(rows), width), np.inf, np.float64)
-    keys[:, :length] = xp.where(is_nan, np.inf, rows)
+    is_whole = x.dtype.kind in "biu"  # which float64 would round
+    most = np.iinfo(np.int64).max if is_whole else np.inf
+    keys = xp.full((len(rows), width), most, np.int64 if is_whole else np.float64)
+    keys[:, :length] = xp.where(is_nan, most, rows)
     # of equal keys: numbers first, then NaN, then what fills the rows up, each by its position
     ties = xp.zeros((len(rows), width), np.int64) + xp.arange(width)
     ties[:, :length] += width * is_nan

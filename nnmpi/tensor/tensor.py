@@ -609,7 +609,7 @@ class Tensor(Drawn, Variable):
         """Return the elements clipped to two bounds; None stands for no bound.
 
         Raises:
-            UsageError: when neither bound is given, or low > high.
+            UsageError: when neither bound is given, low > high, or one is no number.
             DtypeError: for a bound with a fraction and a tensor of integers.
         """
         if low is None and high is None:
@@ -617,6 +617,11 @@ class Tensor(Drawn, Variable):
         bounds = [
             None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)
         ]
+        if not all(bound is None or isinstance(bound, int | float) for bound in bounds):
+            raise UsageError(
+                "clip's bounds are numbers; for those of arrays or tensors, call"
+                " nnmpi.tensor.maximum(x, low) and nnmpi.tensor.minimum(x, high)"
+            )
         if low is not None and high is not None and low > high:
             raise UsageError(f"clip has low {low} above high {high}; exchange them")
         return Clip(*bounds)(self)

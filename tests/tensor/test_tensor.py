@@ -9,6 +9,7 @@ import nnmpi
 from nnmpi import Tensor
 from nnmpi.backend.array import is_array
 from nnmpi.base.errors import DtypeError, UsageError
+from nnmpi.ops import max_pool3d
 from nnmpi.tensor import concatenate, einsum
 from tests.device.here import here
 from tests.harness.refusals import refuses, usage_error
@@ -249,10 +250,30 @@ def test_operations_that_move_sort_and_name_axes_are_replayed():
         (lambda x: x.sort(0, 1), "descending is True or False"),
         (lambda x: [*x.sort()], r"the positions are x\.argsort\(axis\)"),
         (lambda x: x.astype("int64").cumsum(0), "needs floating point"),
+        (lambda x: x.clip(np.zeros(3, "f")), r"numbers; .* nnmpi\.tensor\.maximum\(x, low\)"),
+        (lambda x: x.clip(0, x), "clip's bounds are numbers"),
+        (lambda x: max_pool3d(x[None, ..., None, None], 2), r"width of volumes \(1, 2, 3, 1, 1\)"),
     ],
 )
 def test_what_they_refuse(call, right):
     refuses(nnmpi.NnmpiError, right, call, Tensor(np.ones((2, 3), np.float32)))
+
+
+@pytest.mark.parametrize("subscripts", ["...,...->", "...i,...->i", "...i,...i->"])
+def test_axes_in_front_that_are_summed_over_broadcast(subscripts):
+    first, *others = subscripts.partition("->")[0].split(",")
+    draw, shapes = np.random.default_rng(0), [(1, 4), (5, 1)]
+    arrays = [
+        draw.normal(size=(*shape, *(3,) * ("i" in term)))
+        for term, shape in zip((first, *others), shapes, strict=True)
+    ]
+    x, y = (Tensor(array, requires_grad=True) for array in arrays)
+    named = subscripts.replace("...", "ab", 1).replace("...", "cd", 1)  # of lengths 1 and 1
+    expected = np.einsum(named, *arrays)
+    result = einsum(subscripts, x, y)
+    np.testing.assert_allclose(result.numpy(), expected)
+    result.sum().backward()
+    np.testing.assert_allclose((x.grad * x.data).sum(), expected.sum())
 
 
 def test_sorting_puts_nan_last_and_keeps_the_order_of_equal_elements():
@@ -260,3 +281,5 @@ def test_sorting_puts_nan_last_and_keeps_the_order_of_equal_elements():
     assert x.argsort().tolist() == [2, 4, 0, 3, 1]
     assert x.argsort(descending=True).tolist() == [1, 0, 3, 2, 4]
     assert x.sort().numpy()[:4].tolist() == [1, 1, 2, 2]
+    large = Tensor(here(2**60 + np.array([1, 0, 2])))  # alike in float64
+    assert large.argsort().tolist() == [1, 0, 2]
