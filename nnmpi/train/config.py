@@ -619,7 +619,8 @@ class RunConfig:
     """
     trace: bool = False
     """Write a trace of every rank's first 20 steps to trace.json.gz in the run's folder, for
-    ui.perfetto.dev. On a CUDA device it shows when the host launched the work.
+    ui.perfetto.dev; with --sync other than bsp, of the steps up to the first evaluation. On a CUDA
+    device it shows when the host launched the work.
     """
     profile: bool = False
     """Measure some of the first steps, and print the seconds of a step by layer, forward and
@@ -733,6 +734,11 @@ class Config:
             or bool(run.eval_every.steps or run.eval_every.epochs),
             "--lr-schedule plateau counts evaluations, and --eval-every 0 has none; leave one of"
             " them out",
+        )
+        require(
+            not run.profile or not self.sync.asynchronous,
+            "--profile measures single steps, after each of which the ranks of --sync"
+            f" {self.sync.sync} would meet, which is another training; leave one of them out",
         )
         require(
             run.ranks is None or not self.sync.simulate,

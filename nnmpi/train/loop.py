@@ -344,7 +344,10 @@ class Loop:
             if item is not None and item.steps
         ]
         steps += [every - state.step % every for every in due]
-        steps += [left for left in (self._tracer.left, self._profiler.left) if left]
+        if (
+            self._trainer.in_step
+        ):  # others meet where a segment ends, so what is watched may not end it
+            steps += [left for left in (self._tracer.left, self._profiler.left) if left]
         return state.batch + min(steps)
 
     def _note(self, progress: Progress) -> str:

@@ -6,14 +6,17 @@ notes when the result's gradient is there. Between two such times lies a layer's
     forward    | 0 | 1 | 2 | loss |          a layer ends with its result
     backward   | loss | 2 | 1 | 0 |          and begins with its result's gradient
 
-The timeline of the step has the ends of both passes, and the exchanges and the update. What is in
-none of them is named as the rest, so the rows add up to the step.
+The timeline of the step has the ends of both passes, and the exchanges and the update. Layers that
+are computed again within a backward pass have a row of their own. What is in none of them is named
+as the rest, so the rows add up to the step.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import nnmpi.base.clock as clock
@@ -29,7 +32,7 @@ from nnmpi.tensor.traits import NotExported, Traits
 from nnmpi.train.run import TrainingRun
 
 WARM_UP, PROFILED = 3, 10  # steps before those that are measured, and these
-LOSS = "loss"
+LOSS, AGAIN = "loss", "recomputed layers"
 FORWARD, BACKWARD = "forward", "backward"  # categories of the timeline
 KINDS = {"update": "update", "reduce": "sums of gradients", "waiting": "waiting", "input": "input"}
 
@@ -145,26 +148,30 @@ class Profiler:
                 self._others[KINDS[event.category]] += _uncovered_s(event, covered)
                 covered.append((event.begin_s, event.end_s))
 
-    def _within(self, event: TraceEvent, kind: str) -> list[tuple[float, str]]:
-        return [
-            (at, path)
-            for at, noted, path in self._notes
-            if noted == kind and event.begin_s <= at <= event.end_s
-        ]
+    def _within(self, event: TraceEvent) -> list[tuple[float, str, str]]:
+        return [note for note in self._notes if event.begin_s <= note[0] <= event.end_s]
+
+    def _has_loss(self, event: TraceEvent) -> bool:
+        """Return whether a pass, such as "2F0", is of the last stage."""
+        segments = [*chain.from_iterable(self._run.trainer.arrangement.segments)]
+        return int(re.split("[A-Z]", event.name)[0]) == max(len(segments) - 1, 0)
 
     def _account_forward(self, event: TraceEvent) -> None:
         last_s = event.begin_s
-        for at, path in self._within(event, FORWARD):
+        for at, _, path in self._within(event):
             self._seconds[path][0] += at - last_s
             last_s = at
-        self._seconds[LOSS][0] += event.end_s - last_s
+        if self._has_loss(event):
+            self._seconds[LOSS][0] += event.end_s - last_s
 
     def _account_backward(self, event: TraceEvent) -> None:
-        last_s, layer = event.begin_s, LOSS
-        for at, path in self._within(event, BACKWARD):
-            self._seconds[layer][1] += at - last_s
-            last_s, layer = at, path
-        self._seconds[layer][1] += event.end_s - last_s
+        last_s, layer = event.begin_s, LOSS if self._has_loss(event) else ""
+        for at, kind, path in [*self._within(event), (event.end_s, BACKWARD, "")]:
+            if layer == AGAIN:
+                self._others[AGAIN] += at - last_s
+            elif layer:
+                self._seconds[layer][1] += at - last_s
+            last_s, layer = at, path if kind == BACKWARD else AGAIN
 
     def lines(self) -> list[str]:
         """Return the table of a step's mean times."""

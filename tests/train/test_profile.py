@@ -6,6 +6,7 @@ import pytest
 
 from nnmpi.train.cli import main
 from tests.harness.commands import on_ranks
+from tests.harness.refusals import usage_error
 
 WORDS = "--dataset digits --model mlp --epochs 1 --batch-size 64"
 FACTORS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -25,7 +26,13 @@ def rows_of(text):
 
 @pytest.mark.parametrize(
     "words, ranks, layers",
-    [("", 1, 5), ("", 2, 5), ("--pp 2 --microbatches 2", 2, 2), ("--dp 2 --zero 3", 2, 5)],
+    [
+        ("", 1, 5),
+        ("", 2, 5),
+        ("--pp 2 --microbatches 2", 2, 2),
+        ("--dp 2 --zero 3", 2, 5),
+        ("--model cnn --batch-size 16 --max-steps 14 --activation-memory least", 1, 5),
+    ],
 )
 def test_the_rows_add_up_to_the_step(words, ranks, layers, capsys):
     text = trained(capsys, f"{words} --profile", ranks)
@@ -33,6 +40,8 @@ def test_the_rows_add_up_to_the_step(words, ranks, layers, capsys):
     step_s = rows.pop("step")
     assert abs(sum(rows.values()) - step_s) < 0.03 * step_s
     assert sum(name[0].isdigit() for name in rows) >= layers and rows["the rest"] >= 0
+    assert ("loss" in rows) == ("pp" not in words)  # which is on the last rank
+    assert ("recomputed layers" in rows) == ("memory" in words)
     assert all(len(line) <= 80 for line in text.splitlines())
     plain = trained(capsys, words, ranks)
     for numbers in (r"epoch 1/1: (.*); \d+ samples", r"\ntest (.*)"):
@@ -42,3 +51,14 @@ def test_the_rows_add_up_to_the_step(words, ranks, layers, capsys):
 def test_a_run_of_too_few_steps_says_so(capsys):
     assert "no profile: the first 3 steps" in trained(capsys, "--profile --max-steps 3", 1)
     assert "the mean of 1 step;" in trained(capsys, "--profile --max-steps 4", 1)
+
+
+@pytest.mark.parametrize("words", ["--sync local --local-steps 16", "--sync gossip"])
+def test_who_watches_ranks_that_meet_seldom_does_not_let_them_meet(words, capsys, tmp_path):
+    """A trace of the first 20 steps ends no segment, and a profile of single steps is refused."""
+    usage_error("--profile measures single steps", on_ranks, main, f"{WORDS} {words} --profile", 2)
+    losses = [
+        re.findall(r"\ntest (.*)", trained(capsys, f"--batch-size 32 {words} {more}", 2))
+        for more in ("", f"--trace --out {tmp_path / 'run'}")
+    ]
+    assert losses[0] == losses[1] and losses[0]
