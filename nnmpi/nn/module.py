@@ -288,7 +288,8 @@ class Module(Settled):
         Multiply-adds are those of products of matrices, such as a convolution's or an attention's;
         a step of training does about three times as many. The memory is that of the arrays which
         the layers' operations make of these inputs: a training keeps at most these until its
-        backward pass. Each number is a layer's own, without those of layers within it.
+        backward pass. Each number is a layer's own, without those of layers within it. Collective
+        for a model with sharded layers, of which it shows this rank's part.
 
         Args:
             inputs: as for a call of the model: a sample, or a batch.
