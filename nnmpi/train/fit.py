@@ -89,7 +89,8 @@ def fit(
 
     Args:
         model: a module. With values (`initialize`) it goes on from these; otherwise they are drawn
-            by `seed`. Pipelines and sharded layers need one without.
+            by `seed`. Pipelines and sharded layers need one without, since each rank then has no
+            more than its part; for given weights, `worker.state()[0].scatter` in a loop of yours.
         train, test: a `Dataset` or a text each, or a pair of arrays (samples, labels); of `train`
             also three, (samples, labels, weights), see `Dataset`.
         epochs, batch_size: passes over `train`, and samples for each update, over all ranks.
@@ -323,6 +324,11 @@ def _options(options: Mapping[str, Any], layout: Layout | None) -> dict[str, Any
             name != "sample_weight",
             "weights belong to the samples: nnmpi.fit(model, (x, y, weights), test)",
         )
+        require(
+            name not in ("stratify", "test_fraction"),
+            f"{name} is of a split, and fit gets both parts: data.split(dataset, 0.2,"
+            " stratify=True) makes them",
+        )
     known = {
         name: option
         for name, option in all_options().items()
@@ -335,6 +341,11 @@ def _options(options: Mapping[str, Any], layout: Layout | None) -> dict[str, Any
     values = check(words, "nnmpi.fit", known) | own
     if layout is None:
         return values
+    require(
+        layout != "auto",
+        "a layout is chosen by models that are built anew for each trial, which a program's is not:"
+        " nnmpi plan finds the fastest one, for a model FILE.py:NAME, and that is given here",
+    )
     expect("nnmpi.fit(..., layout=nnmpi.Layout(...))", (layout, Layout))
     return values | {name: getattr(layout, name) for name in of_layout}
 
