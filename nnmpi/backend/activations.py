@@ -1,9 +1,9 @@
 """Activation functions as objects: what each computes, saves, is called elsewhere.
 
 A formula is one of rows (see `PlainKernels.rows`), of an array library's functions, and compiled
-kernels are printed from it. To add one, write its formulas and its object here and name it in
-`ACTIVATIONS`: the tests of gradients, of devices, of ONNX and beside PyTorch follow. A function for
-`nnmpi.ops` and a layer for `nnmpi.nn` are one line each there.
+kernels are printed from it. To add an activation, write its formulas and its object here: the tests
+of gradients, of devices, of ONNX and beside PyTorch follow. A function for `nnmpi.ops` and a layer
+for `nnmpi.nn`, whose `form` is the object, are a few lines each there.
 """
 
 from collections.abc import Callable, Mapping
@@ -290,4 +290,5 @@ SOFTPLUS = Activation(
     "softplus", _softplus, Saves.DERIVATIVE, _softplus_onnx, "softplus", settings=(1.5, 1.0)
 )
 
-ACTIVATIONS = RELU, LEAKY_RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH, ELU, SELU, SOFTPLUS
+FORMS = tuple([item for item in [*vars().values()] if isinstance(item, Activation)])
+"""Every activation of this file; layers by name are `nn.activation.ACTIVATIONS`."""

@@ -11,8 +11,8 @@ Reading order:
     compiled                recorded steps
 
 A module's `__all__` is what it offers here. To add a layer, write a `Module` in its family's file,
-or in its own, with its `reach` (see `sharding`) and `shape_after`. An activation with a name for
-`--activation` has a row in `ACTIVATIONS`.
+or in its own, with its `reach` (see `sharding`) and `shape_after`. An `ActivationLayer` is an
+`--activation`, too.
 """
 
 from nnmpi.base.words import offer

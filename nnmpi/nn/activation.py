@@ -7,6 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias
 
+from nnmpi.backend import activations
 from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int, number
@@ -70,17 +71,28 @@ __all__ = [
 ]
 
 
-class ReLU(Module):
-    """max(x, 0)"""
+class ActivationLayer(Module):
+    """A layer that computes each element by itself; a subclass of this file is an `--activation`.
+
+    Attributes:
+        form: what it computes. Its name is that of the option.
+    """
 
     reach = Reach.ELEMENT
+    form: ClassVar[activations.Activation]
+
+
+class ReLU(ActivationLayer):
+    """max(x, 0)"""
+
+    form = activations.RELU
     forward = staticmethod(relu)
 
 
-class LeakyReLU(Module):
+class LeakyReLU(ActivationLayer):
     """x where positive, negative_slope * x elsewhere."""
 
-    reach = Reach.ELEMENT
+    form = activations.LEAKY_RELU
 
     def __init__(self, negative_slope: float = 0.01) -> None:
         self.negative_slope = negative_slope
@@ -118,10 +130,10 @@ class PReLU(Module):
         return prelu(x, self.weight)
 
 
-class ELU(Module):
+class ELU(ActivationLayer):
     """x where positive, alpha (e^x - 1) elsewhere."""
 
-    reach = Reach.ELEMENT
+    form = activations.ELU
 
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
@@ -131,10 +143,10 @@ class ELU(Module):
         return elu(x, self.alpha)
 
 
-class Softplus(Module):
+class Softplus(ActivationLayer):
     """log(1 + e^(beta x)) / beta; x itself where beta x is above the threshold."""
 
-    reach = Reach.ELEMENT
+    form = activations.SOFTPLUS
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
         self.beta, self.threshold = beta, threshold
@@ -144,17 +156,17 @@ class Softplus(Module):
         return softplus(x, self.beta, self.threshold)
 
 
-class SELU(Module):
+class SELU(ActivationLayer):
     """1.0507 times ELU(1.67326), which keeps mean 0 and variance 1 from layer to layer."""
 
-    reach = Reach.ELEMENT
+    form = activations.SELU
     forward = staticmethod(selu)
 
 
-class GELU(Module):
+class GELU(ActivationLayer):
     """x Phi(x); approximate="tanh" gives the form of GPT-2."""
 
-    reach = Reach.ELEMENT
+    form = activations.GELU
 
     def __init__(self, approximate: str = "none") -> None:
         self.approximate = approximate
@@ -164,24 +176,24 @@ class GELU(Module):
         return gelu(x, self.approximate)
 
 
-class SiLU(Module):
+class SiLU(ActivationLayer):
     """x * sigmoid(x)"""
 
-    reach = Reach.ELEMENT
+    form = activations.SILU
     forward = staticmethod(silu)
 
 
-class Tanh(Module):
+class Tanh(ActivationLayer):
     """The hyperbolic tangent."""
 
-    reach = Reach.ELEMENT
+    form = activations.TANH
     forward = staticmethod(tanh)
 
 
-class Sigmoid(Module):
+class Sigmoid(ActivationLayer):
     """1 / (1 + e^-x)"""
 
-    reach = Reach.ELEMENT
+    form = activations.SIGMOID
     forward = staticmethod(sigmoid)
 
 
@@ -222,20 +234,11 @@ class Flatten(Module):
         return x.flatten()
 
 
-# by the names of --activation
 ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
-    {
-        "relu": ReLU,
-        "leaky-relu": LeakyReLU,
-        "elu": ELU,
-        "selu": SELU,
-        "softplus": Softplus,
-        "gelu": GELU,
-        "silu": SiLU,
-        "tanh": Tanh,
-        "sigmoid": Sigmoid,
-    }
+    {kind.form.name.replace("_", "-"): kind for kind in ActivationLayer.__subclasses__()}
 )
+"""The layers by the names of --activation."""
+
 ActivationName: TypeAlias = Annotated[str, tuple(ACTIVATIONS)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.activations import ACTIVATIONS, Activation, Saves
+from nnmpi.backend.activations import FORMS, Activation, Saves
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.precision import FLOAT32, is_low
@@ -170,7 +170,7 @@ class ActivationFunction(Elementwise):
                 lambda x, form=form: activated(form, x, *form.settings),
                 values=form.values,
             )
-            for form in ACTIVATIONS
+            for form in FORMS
         ),
     )
 

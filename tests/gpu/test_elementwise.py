@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, ops
-from nnmpi.backend.activations import ACTIVATIONS
+from nnmpi.backend.activations import FORMS
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.optim import global_norm
@@ -30,8 +30,8 @@ def both_ways(backend, function, *given):
 
 EACH_FUNCTION = pytest.mark.parametrize(
     "function",
-    [lambda x, form=form: activated(form, x, *form.settings) for form in ACTIVATIONS],
-    ids=[form.name for form in ACTIVATIONS],
+    [lambda x, form=form: activated(form, x, *form.settings) for form in FORMS],
+    ids=[form.name for form in FORMS],
 )
 
 

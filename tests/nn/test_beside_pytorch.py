@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, nn
-from nnmpi.backend.activations import ACTIVATIONS
+from nnmpi.backend.activations import FORMS
 from nnmpi.models.torch_weights import to_torch
 from nnmpi.tensor.elementwise import activated
 
@@ -106,9 +106,7 @@ def test_layers(name, dtype):
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize(
-    "form", [form for form in ACTIVATIONS if form.torch], ids=lambda form: form.name
-)
+@pytest.mark.parametrize("form", [form for form in FORMS if form.torch], ids=lambda form: form.name)
 def test_activations(form, dtype):
     """Also at 0, where some bend, and far out."""
     values = np.array([0, 1e-3, -1e-3, 0.3, -0.3, 1, -1, 2.5, -2.5, 9, -9, 40, -40]).astype(dtype)

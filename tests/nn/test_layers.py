@@ -12,6 +12,7 @@ import pytest
 
 import nnmpi.nn
 from nnmpi import models, nn, ops
+from nnmpi.backend.activations import FORMS
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.nn import Reach
@@ -440,6 +441,13 @@ def test_every_layer_is_here():
     assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {
         name.split()[0] for name in LAYERS
     }
+
+
+def test_every_activation_is_a_layer_and_an_operation():
+    """One that a row of the backend has alone would be no --activation, without a word."""
+    forms = [form for form in FORMS if " " not in form.name]  # "gelu tanh" is a form of GELU
+    assert forms == [form for form in FORMS if form in {kind.form for kind in ACTIVATIONS.values()}]
+    assert {form.name for form in forms} <= {*ops.__all__}
 
 
 # ---------------------------------------------------------------- modes

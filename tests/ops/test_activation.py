@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, jit, ops
-from nnmpi.backend.activations import ACTIVATIONS
+from nnmpi.backend.activations import FORMS
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.tensor import maximum
 
@@ -75,7 +75,7 @@ def test_digits_of_small_tails(name, dtype, compiled):
 
 ALIKE = {
     f"{form.name} {kind}": (formula, form)
-    for form in ACTIVATIONS
+    for form in FORMS
     for kind, formula in (("forward", form.forward), ("backward", form.backward))
     if getattr(formula, "rounds_alike", False)
 }
