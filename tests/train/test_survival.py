@@ -119,7 +119,7 @@ def prune_newest(place, newest, *given):
 def release_all_but_one(server):
     """Lose a wake-up now and then: where two may go on at once, only the first hears of it."""
     replies = RELEASE(server)
-    return replies[:1] if len(replies) > 1 and server.version > 1 else replies
+    return dict([*replies.items()][:1]) if len(replies) > 1 and server.version > 1 else replies
 
 
 def replace_all_but_latest(file, content, root):
@@ -194,36 +194,26 @@ PLANTED = {
 }
 
 
-TAKE_LONG = {
-    "state.json and latest are not synced",
-    "written in place, one is kept",
-    "a server loses a wake-up",
-    "files of arrays are not synced",
-    "the folder is not synced after a rename",
-    "metrics are not brought to the disk before a checkpoint",
-    "a full disk at the end is not explained",
-    "a status of 0 is believed",
-}  # more than five seeds
+# A seed that finds each of those which few seeds find; it is tried first.
+FOUND_BY = {
+    "files of arrays are not synced": 16,
+    "the folder is not synced after a rename": 12,
+    "metrics are not brought to the disk before a checkpoint": 19,
+    "a full disk at the end is not explained": 271,
+    "a server loses a wake-up": 7,
+    "a status of 0 is believed": 14,
+}
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(
-            bug,
-            marks=[pytest.mark.slow(MORE_SEEDS), pytest.mark.timeout(600)]
-            if bug in TAKE_LONG
-            else [],
-        )
-        for bug in PLANTED
-    ],
-)
+@pytest.mark.timeout(600)  # where no seed above finds it any more
+@pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug, wanted, tmp_path, monkeypatch, record_property):
     for owner, name, wrong in PLANTED[bug]:
         monkeypatch.setattr(owner, name, wrong)
-    result = first_failure(range(MOST), tmp_path, wanted)
-    record_property("seeds", result[0] + 1)
-    print(f"{bug}: {result[0] + 1} seeds: {result[1]}")
+    seeds = dict.fromkeys([FOUND_BY.get(bug, 0), *range(MOST)])
+    seed, what = first_failure(seeds, tmp_path, wanted)
+    record_property("seed", seed)
+    print(f"{bug}: seed {seed}: {what}")
 
 
 # ---- ranks that fall ----
