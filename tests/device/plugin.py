@@ -107,7 +107,7 @@ class Everywhere:
         if config.option.quick:
             others = {
                 *on_host,
-                *left_out.beyond(filter(left_out.is_dealt, items), lambda _: MOST_CASES),
+                *left_out.beyond(filter(left_out.is_dealt, items), lambda *_: MOST_CASES),
             }
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]

@@ -2,10 +2,10 @@
 runs what is left.
 
 Slow tests are left out where a quicker one of the kind runs, and three quarters of the cases of a
-test that has many, told by their names. Most MPI tests are dealt out: each runs on one of 2, 3 and
-4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of messages themselves
-run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which most of what they
-try is tried on other numbers, see `simulated`.
+test that has many, of whole trainings seven eighths; names tell which. Most MPI tests are dealt
+out: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and
+8. Those of messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated
+ranks, on which most of what they try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
-CASES = 8  # of a test that has no more, all run
+CASES = 4  # of a test that has no more, all run
+CASES_OF_A_TRAINING = 2  # which take long
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")
 DEALT += ("test_docs.py", "test_examples.py", "comm/test_fit.py")
+TRAININGS = ("train/", "compose/", "equivalence/", "memory/", "lab/", "commands/", "models/")
 CHECKED = "layering/"  # by scripts/check, which every change passes
 # with --all: the contract itself, promised on every number of ranks
 EVERYWHERE = "equivalence/test_layouts.py"
@@ -56,29 +58,48 @@ def options(ranks, among, everything, rest=False):
     ]
 
 
-def beyond(tests, most=lambda count: max(CASES, count // 4)):
-    """Return the cases of each test beyond so many, which are told by their names."""
+def most_cases(test, count):
+    """Return how many of a test's cases a plain run has: a quarter, of whole trainings an eighth,
+    but a few at least.
+    """
+    if _place(test).startswith(TRAININGS):
+        return max(CASES_OF_A_TRAINING, count // 8)
+    return max(CASES, count // 4)
+
+
+def beyond(tests, most=most_cases):
+    """Return the cases of each test beyond so many, which are told by their names.
+
+    Args:
+        tests: all cases of all tests.
+        most: of (a case, the number of its test's cases), how many of them are not returned.
+    """
     cases = {}
     for item in tests:
         name = WORLD.sub("", item.nodeid)
         cases.setdefault(name.partition("[")[0], {}).setdefault(name, []).append(item)
-    others = (
-        sorted(named, key=lambda name: crc32(name.encode()))[most(len(named)) :]
-        for named in cases.values()
-    )
-    return [
-        item for names in others for name in names for item in cases[name.partition("[")[0]][name]
-    ]
+    result = []
+    for named in cases.values():
+        ((first, *_), *_) = named.values()
+        chosen = sorted(named, key=lambda name: crc32(name.encode()))
+        for name in chosen[most(first, len(named)) :]:
+            result += named[name]
+    return result
+
+
+def _place(test):
+    """Return where a test stands, from the folder of all tests on."""
+    return test.nodeid.removeprefix("tests/")
 
 
 def is_dealt(test):
     """Return whether a test is not of messages and collectives themselves."""
-    return test.nodeid.removeprefix("tests/").startswith(DEALT)
+    return _place(test).startswith(DEALT)
 
 
 def is_contract(test):
     """Return whether a test is of the contract of layouts itself."""
-    return test.nodeid.removeprefix("tests/").startswith(EVERYWHERE)
+    return _place(test).startswith(EVERYWHERE)
 
 
 def is_plain(test, ranks):
@@ -104,7 +125,7 @@ def reason(test, ranks, quick, among):
     slow = test.get_closest_marker("slow")
     if quick and slow is not None:
         return f"slow: {slow.args[0]}"
-    place = test.nodeid.removeprefix("tests/")
+    place = _place(test)
     if quick and place.startswith(CHECKED):
         return "scripts/check runs it"
     dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)

@@ -78,13 +78,16 @@ def test_simulated_trainings_are_dealt_to_few_ranks(name, on_host, on_double):
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
-def test_a_quarter_of_many_cases_runs():
-    """All of up to eight; a case is one on any number of simulated ranks."""
-    few = [item(f"a.py::test_few[{n}]") for n in range(8)]
-    many = [item(f"a.py::test_b[{size}-ranks-seed-0-{n}]") for n in range(30) for size in (2, 33)]
+@pytest.mark.parametrize("place, all_of, quick", [("ops/a.py", 4, 7), ("train/a.py", 2, 3)])
+def test_a_share_of_many_cases_runs(place, all_of, quick):
+    """All of a few; a case is one on any number of simulated ranks."""
+    few = [item(f"{place}::test_few[{n}]") for n in range(all_of)]
+    many = [
+        item(f"{place}::test_b[{size}-ranks-seed-0-{n}]") for n in range(30) for size in (2, 33)
+    ]
     others = [test.nodeid for test in beyond([*few, *many])]
-    assert len(others) == 44 and all("test_b" in name for name in others)
-    assert len({name.rpartition("-")[2] for name in others}) == 22
+    assert len(others) == 2 * (30 - quick) and all("test_b" in name for name in others)
+    assert len({name.rpartition("-")[2] for name in others}) == 30 - quick
 
 
 def test_options_of_a_run():
