@@ -15,6 +15,7 @@ ConsistencyController    both together, and the end of a segment
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nnmpi.comm.synchrony.sync import Bound
@@ -89,11 +90,11 @@ class WorkerClocks:
         """Return a worker's lead over the slowest, in steps."""
         return self.steps[worker] - min(self.steps)
 
-    def may_start(self, worker: int, bound: Bound) -> bool:
+    def may_start(self, worker: int, bound: int | None) -> bool:
         """Return whether a worker may begin a step; without a bound it always may."""
         return bound is None or self.lead(worker) <= bound
 
-    def limit_lag(self, bound: Bound) -> None:
+    def limit_lag(self, bound: int | None) -> None:
         """Raise slow workers' step counts up to the bound, when all ranks meet.
 
         Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a waiting
@@ -115,14 +116,14 @@ class ConsistencyController:
     Attributes:
         clocks: the workers' steps since the start of the run; see `WorkerClocks.limit_lag`.
         queue: assigns the segment's tasks.
-        bound: the largest lead in this segment; None for any.
+        bound: how far workers may drift apart in this segment; None for any distance.
         arrived: the number of gradients that arrived in this segment.
         longest_lead: the largest lead with which a worker began a step in this segment.
     """
 
     def __init__(self, workers: int) -> None:
         self.clocks, self.queue = WorkerClocks(workers), WorkQueue(0, 0, workers)
-        self.bound: Bound = 0
+        self.bound: Bound | None = Bound(0)
         self.arrived = self.longest_lead = 0
         self._waiting = [False] * workers
 
@@ -136,13 +137,13 @@ class ConsistencyController:
         """Whether the segment has ended for every worker."""
         return self._finished and not any(self._waiting)
 
-    def open(self, first: int, stop: int, bound: Bound) -> None:
+    def open(self, first: int, stop: int, bound: Bound | None) -> None:
         """Begin a segment of batches first..stop-1; all workers wait and have sent nothing."""
         workers = len(self._waiting)
         self.queue, self.bound = WorkQueue(first, stop, workers), bound
         self.arrived = self.longest_lead = 0
         self._waiting = [True] * workers
-        self.clocks.limit_lag(bound)
+        self.clocks.limit_lag(bound.most if bound is not None and bound.unit == STEP else None)
 
     def add_gradient(self, worker: int) -> None:
         """Note that a worker's gradient has arrived, and that the worker waits."""
@@ -160,7 +161,7 @@ class ConsistencyController:
         for worker in (worker for worker, waits in enumerate(self._waiting) if waits):
             if self._finished:
                 released[worker] = None
-            elif self.clocks.may_start(worker, self.bound) and (task := self.queue.assign()):
+            elif self._may_start(worker) and (task := self.queue.assign()):
                 self.longest_lead = max(self.longest_lead, self.clocks.lead(worker))
                 released[worker] = task
         for worker in released:
@@ -171,6 +172,17 @@ class ConsistencyController:
         """End the segment early: after the current batch, or at once."""
         self.queue.close(at_once)
 
+    def _may_start(self, worker: int) -> bool:
+        bound = self.bound
+        return bound is None or RULES[bound.unit](self, worker, bound.most)
+
     @property
     def _finished(self) -> bool:
         return self.queue.exhausted and self.arrived == self.queue.assigned
+
+
+STEP = "step"
+RULES: Mapping[str, Callable[[ConsistencyController, int, int], bool]] = {
+    STEP: lambda controller, worker, most: controller.clocks.may_start(worker, most)
+}
+"""Whether a worker may begin a step, by the unit in which a `Bound` counts, and its number."""

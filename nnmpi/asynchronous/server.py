@@ -150,7 +150,7 @@ class ParameterServer:
         self.staleness = Staleness(workers)
         self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
 
-    def open(self, first: int, stop: int, bound: Bound) -> None:
+    def open(self, first: int, stop: int, bound: Bound | None) -> None:
         """Begin a segment of batches first..stop-1 with the weights now in the storage."""
         for weights, values in zip(self.master, self._storage.data, strict=True):
             weights[...] = values
@@ -318,7 +318,7 @@ class PushPull:
         """The bytes of these messages."""
         return self._messages.sent_bytes
 
-    def open(self, first: int, stop: int, bound: Bound) -> None:
+    def open(self, first: int, stop: int, bound: Bound | None) -> None:
         """Begin a segment: the server replies to all workers that may continue.
 
         All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be
@@ -326,7 +326,7 @@ class PushPull:
 
         Args:
             first, stop: the batches of the segment.
-            bound: see `consistency.WorkerClocks`.
+            bound: see `ConsistencyController`.
 
         Raises:
             CommError: when an error ended the last segment on this rank.

@@ -21,7 +21,7 @@ class Server:
         self.storage = FlatStorage({"w": self.parameter}, {"w": np.zeros(2, "float64")}, np.zeros)
         self.given = Adam(self.storage, 0.1) if adam else SGD(self.storage, 0.1)
         self.server = ParameterServer(self.storage, self.given, workers)
-        self.server.open(0, batches, bound)
+        self.server.open(0, batches, None if bound is None else Bound(bound))
         self.tasks = {}
         self.versions = {}
         self.release()

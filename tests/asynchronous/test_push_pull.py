@@ -15,6 +15,7 @@ from nnmpi.base import clock
 from nnmpi.base.errors import CommError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
+from nnmpi.comm.synchrony.sync import Bound
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
 from tests.harness.refusals import refuses
@@ -93,7 +94,7 @@ class Run:
             span.parameter.hook = lambda parameter: talk.poll() and None
         for first, stop in segments:
             self.arrivals.append([])
-            talk.open(first, stop, bound)
+            talk.open(first, stop, None if bound is None else Bound(bound))
             while (task := talk.pull()) is not None:
                 more = early.get(step, {}) if group.rank == group.size - 1 else {}
                 push = push_of(model, task, group.size, backend, **more)
@@ -223,8 +224,8 @@ def test_a_segment_that_an_error_ended_is_not_followed_by_another():
     def main(group):
         model = new_model()
         talk = PushPull(group, model.storage, ParameterServer(model.storage, sgd(model), 1))
-        talk.open(0, 3, 0)
+        talk.open(0, 3, Bound(0))
         assert talk.pull() == Task(0, 0)
-        refuses(CommError, "an error ended the last segment", talk.open, 0, 3, 0)
+        refuses(CommError, "an error ended the last segment", talk.open, 0, 3, Bound(0))
 
     simulate(main, 1, check=False)

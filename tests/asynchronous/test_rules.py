@@ -8,10 +8,16 @@ from collections import Counter
 import pytest
 
 from nnmpi import Sync, simulate
-from nnmpi.asynchronous.consistency import ConsistencyController, Task, WorkerClocks, WorkQueue
+from nnmpi.asynchronous.consistency import (
+    RULES,
+    ConsistencyController,
+    Task,
+    WorkerClocks,
+    WorkQueue,
+)
 from nnmpi.asynchronous.worker import AVERAGES
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import MODES
+from nnmpi.comm.synchrony.sync import MODES, Bound
 from nnmpi.compose.stats import Staleness
 from tests.harness.refusals import usage_error
 
@@ -50,7 +56,7 @@ def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(begun, 
 
 def test_a_controller_in_step_and_then_with_a_bound():
     controller = ConsistencyController(2)
-    controller.open(0, 2, 0)
+    controller.open(0, 2, Bound(0))
     assert controller.release() == {0: Task(0, 0), 1: Task(0, 1)}
     controller.add_gradient(1)
     assert controller.release() == {}
@@ -66,7 +72,7 @@ def test_a_controller_in_step_and_then_with_a_bound():
         controller.longest_lead,
         controller.arrived,
     ) == (True, 2, 0, 4)
-    controller.open(2, 5, 1)
+    controller.open(2, 5, Bound(1))
     controller.release()
     for goes_on in (True, False):
         controller.add_gradient(0)
@@ -97,7 +103,9 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
 
 
 def test_bounds_and_words_of_every_mode():
-    assert [Sync(mode).bound for mode in ("asp", "ssp", "local")] == [None, 4, None]
+    assert [Sync(mode).bound for mode in ("asp", "ssp", "local")] == [None, Bound(4), None]
+    bounds = [bound for mode in MODES if (bound := Sync(mode).bound) is not None]
+    assert {bound.unit for bound in bounds} == RULES.keys()
     averages = {name for name, row in MODES.items() if row.combines == "averages"}
     assert averages == AVERAGES.keys()
     assert [Sync(mode).has_server for mode in ("bsp", "asp", "ssp", "gossip")] == [0, 1, 1, 0]

@@ -2,22 +2,35 @@
 
 To add a mode, write its row in `MODES`: option, help, checks, header and tests follow from it. What
 it does is a coupling's business: for one that averages weights a class and its row of AVERAGES in
-the wing; for one with a server a bound, whose rule is in the wing's `consistency`. A user's own
-class averages weights, too, and needs no row.
+the wing; for one with a server a bound, and if that counts something else than steps, its row in
+RULES of the wing's `consistency`. A user's own class averages weights, too, and needs no row.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple
 
 from nnmpi.base.command import PLAIN, check_idle, check_numbers, settings
 from nnmpi.base.custom import Custom, name_of
 from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.glossary import Glossary
 
-Bound: TypeAlias = int | None
-"""The most steps that a worker of a server may be ahead of the slowest; None for any."""
+
+class Bound(NamedTuple):
+    """How far a server lets workers drift apart; "4 steps" as text.
+
+    Attributes:
+        most: the largest number of these units.
+        unit: what is counted, a row of `asynchronous.consistency.RULES`.
+    """
+
+    most: int
+    unit: str = "step"
+
+    def __str__(self) -> str:
+        return counted(self.most, self.unit)
+
 
 STALENESS, LOCAL_STEPS = 4, 8
 
@@ -32,7 +45,7 @@ class SyncMode:
         combines: how ranks come together: by an all-reduce in each step, through a server on rank
             0, or by averages of weights.
         settings: the fields of `Sync` that have a meaning with it.
-        bound: the settings -> how far a server lets workers drift apart.
+        bound: the settings -> how far a server lets workers drift apart; None for any distance.
         fewest: the ranks that it needs at least.
     """
 
@@ -40,7 +53,7 @@ class SyncMode:
     help: str
     combines: Literal["all-reduce", "server", "averages"] = "averages"
     settings: tuple[str, ...] = ()
-    bound: Callable[["Sync"], Bound] = lambda sync: None
+    bound: Callable[["Sync"], Bound | None] = lambda sync: None
     fewest: int = 1
 
 
@@ -59,11 +72,11 @@ MODES: Mapping[Any, SyncMode] = {
         "asp; rank 0 is the server, and computes too", "never (asynchronous parallel)", "server"
     ),
     "ssp": SyncMode(
-        "ssp, at most {sync.lead} ahead; rank 0 is the server, and computes too",
+        "ssp, at most {sync.bound} ahead; rank 0 is the server, and computes too",
         "when more than `staleness` steps ahead of the slowest (stale-synchronous parallel)",
         "server",
         ("staleness",),
-        lambda sync: STALENESS if sync.staleness is None else sync.staleness,
+        lambda sync: Bound(STALENESS if sync.staleness is None else sync.staleness),
     ),
     "local": SyncMode(
         "local, the weights averaged every {sync.every}{sync.diloco}",
@@ -151,8 +164,8 @@ class Sync:
         return self.mode.combines != "all-reduce"
 
     @property
-    def bound(self) -> Bound:
-        """How far a server lets workers drift apart."""
+    def bound(self) -> Bound | None:
+        """How far a server lets workers drift apart; None for any distance."""
         return self.mode.bound(self)
 
     @property
@@ -171,11 +184,6 @@ class Sync:
     def describe(self) -> str:
         """Return it as text, for the head of a run."""
         return self.mode.text.format(mode=name_of(self.sync), sync=self)
-
-    @property
-    def lead(self) -> str:
-        """The bound as text."""
-        return counted(self.bound or 0, "step")
 
     @property
     def every(self) -> str:
