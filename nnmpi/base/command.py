@@ -29,6 +29,7 @@ import sys
 import traceback
 import types
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
@@ -410,7 +411,10 @@ def read_words(
     first: Collection[str] = (),
     names: str = "",
 ) -> dict[str, Any]:
-    """Return {name: value} of a command line's options and paths; the last of equal options counts.
+    """Return {name: value} of a command line's options and paths.
+
+    An option that takes a list may be given several times: the lists are joined. Any other that is
+    given again must say the same, see `_read_all`.
 
     Args:
         words: of the command line, without the program.
@@ -425,8 +429,8 @@ def read_words(
 
     Raises:
         HelpAsked: for -h or --help, even beside wrong words.
-        UsageError: for an unknown option, an invalid value, a missing path, and an unknown NAME
-            after --help.
+        UsageError: for an unknown option, an invalid value, two values of one option, a missing
+            path, and an unknown NAME after --help.
     """
     if {"-h", "--help"} & {*words}:
         at = min(words.index(item) for item in ("-h", "--help") if item in words)
@@ -443,7 +447,7 @@ def read_words(
         if flag is not None
     }
     places, paths = names.split(), list[str]()
-    taken: dict[str, tuple[str, list[str]]] = {}
+    taken: dict[str, list[tuple[str, list[str]]]] = {}
     # Every word up to the next flag belongs to the option. `_read` checks their number, so that
     # the error can name the expected type.
     behind: list[str] | None = None
@@ -452,7 +456,7 @@ def read_words(
         written, value = parts.groups() if parts else (word, None)
         if option := known.get(written.replace("_", "-")):
             behind = [] if value is None else [value]
-            taken[option.name] = written, behind
+            taken.setdefault(option.name, []).append((written, behind))
             room = int(option.type is not bool)
         elif (
             not parts
@@ -478,7 +482,7 @@ def read_words(
     if names.endswith(MANY):
         read[len(places) - 1 :] = [paths[len(places) - 1 :]]
     given = {
-        option.name: _read(option, *taken[option.name])
+        option.name: _read_all(option, taken[option.name])
         for option in options
         if option.name in taken
     }
@@ -905,8 +909,33 @@ class Console:
             raise NnmpiError(f"the output could not be written: {self._error.strerror}")
 
 
+def _read_all(option: Option, given: Sequence[tuple[str, Sequence[str]]]) -> Any:
+    """Return the value of an option from all places in which a command line has it.
+
+    Args:
+        option: to read.
+        given: of each place, the option's spelling and the words after it.
+
+    Raises:
+        UsageError: for a wrong value, and for two values of an option that takes one: dropping one
+            of them would be as silent as it is likely a mistake.
+    """
+    written = given[0][0]
+    if any(map(is_list, kinds(option.type))) and all(words for _, words in given):
+        return _read(option, written, [word for _, words in given for word in words])
+    values = [_read(option, *place) for place in given]
+    for value, (again, words) in zip(values, given, strict=True):
+        if value != values[0]:
+            first = " ".join([written, *given[0][1]])
+            second = " ".join([again, *words])
+            raise UsageError(
+                f"{shortened(first)} and {shortened(second)} are given; give the option once"
+            )
+    return values[0]
+
+
 def _read(option: Option, written: str, words: Sequence[str]) -> Any:
-    """Return an option's value.
+    """Return an option's value from one place.
 
     Args:
         option: to read.
@@ -1078,9 +1107,14 @@ def _show_default(option: Option, text: str) -> str:
 def _explained(section: type) -> dict[str, str]:
     """Return {field: docstring}, followed by the glossaries of tables with its values.
 
-    A class attribute `_needs` has the values of another option with which a field has a meaning.
+    A class attribute `_needs` has the values of another option with which a field has a meaning,
+    and `_lists` the lists of names that a docstring has in braces, made from where they are known.
     """
     hints, texts = get_type_hints(section, include_extras=True), _field_docstrings(section)
+    lists = [vars(kind).get("_lists", {}) for kind in section.__mro__]
+    for placeholder, names in ChainMap(*lists).items():
+        for name in texts:
+            texts[name] = texts[name].replace(f"{{{placeholder}}}", names)
     for name, values in getattr(section, "_needs", {}).items():
         texts[name] = f"With {' or '.join(values)}: {texts[name][:1].lower()}{texts[name][1:]}"
     for name in texts:

@@ -288,9 +288,10 @@ class Supervisor:
             # --trust: the user code that the run names has been executed by the first start
             return [f"--resume={folder}", "--trust", "--dp", "auto", *quiet]
         resumes = self._plan.resumes or self._files.config.exists()
-        layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
+        if ranks != self._plan.ranks:
+            given = [*without(("--dp",), given), "--dp", "auto"]
         # "=", since the folder's name may begin with a dash
-        return [*given, f"{'--resume' if resumes else '--out'}={folder}", *layout]
+        return [*given, f"{'--resume' if resumes else '--out'}={folder}"]
 
     def _watch(
         self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float, starts: int

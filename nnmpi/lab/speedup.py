@@ -33,6 +33,7 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import parse_network
 from nnmpi.lab.launching import find_launcher
+from nnmpi.train.cli import without
 from nnmpi.train.config import OptimizationConfig, all_options
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
@@ -154,24 +155,30 @@ def _measure(
     ranks: int, words: Sequence[str], given: Mapping[str, Any], options: ScalingConfig
 ) -> Scaled:
     """Train on some ranks with the options `words`, parsed in `given`, and read the metrics."""
-    more = (
-        []
-        if {"max_steps", "epochs"} & given.keys()
-        else ["--epochs", "1000", "--max-steps", str(STEPS)]
-    )
+    usual = {"log_every": "5", "eval_every": "0", "quiet": None}
+    if not {"max_steps", "epochs"} & given.keys():
+        usual |= {"epochs": "1000", "max_steps": str(STEPS)}
+    more = [
+        word
+        for name, value in usual.items()
+        if name not in given
+        for word in (flag_of(name), value)
+        if word is not None
+    ]
     if options.weak:
         batch = given.get("batch_size", OptimizationConfig.batch_size)
         if batch == "full":
             raise UsageError(
                 "--batch-size full does not grow with the ranks; give a number, or leave --weak out"
             )
+        words = without(("--batch-size",), words)
         more += ["--batch-size", str(batch * ranks)]
     start = [] if options.simulate else find_launcher(ranks, ()).command(ranks, {})
     more += ["--simulate", str(ranks)] if options.simulate else []
     with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as folder:
         run = Path(folder) / "run"
-        program = ["-m", "nnmpi.train", "--log-every", "5", "--eval-every", "0", "--quiet"]
-        command = [*start, *python_words(), *program, *words, *more, "--out", str(run)]
+        program = [*start, *python_words(), "-m", "nnmpi.train"]
+        command = [*program, *words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             text = [line for line in ran.stderr.splitlines() if line.strip()] or ["no output"]

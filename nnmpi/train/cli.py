@@ -189,11 +189,11 @@ def rank_command(words: Sequence[str]) -> list[str]:
 
 
 def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the words without these options and their values."""
+    """Return the words without these options and their values; names are spelled with dashes."""
     result, drops = [], False
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
-            drops = word.partition("=")[0] in names
+            drops = word.partition("=")[0].replace("_", "-") in names
         if not drops:
             result.append(word)
     return result

@@ -129,9 +129,27 @@ def test_fields_of_a_dataclass_are_options():
         "limit": None,
         "overlap": "off",
     }
-    assert read("--no-shuffle --shuffle --batch-size 4 --batch-size 5") == {
-        "shuffle": True,
-        "batch_size": 5,
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ("--batch-size 4 --limit a --batch-size 5", "--batch-size 4 and --batch-size 5 are given"),
+        ("--batch-size 4 --batch_size=5", "--batch-size 4 and --batch_size 5 are given"),
+        ("--limit a --limit a --limit None", "--limit a and --limit None are given"),
+        ("--no-shuffle --shuffle", "--no-shuffle and --shuffle are given"),
+        ("--overlap on --no-overlap", "--overlap on and --no-overlap are given"),
+    ],
+)
+def test_an_option_with_two_values_is_refused(words, text):
+    """The last one used to count, and the first was dropped without a word."""
+    usage_error(re.escape(f"{text}; give the option once"), read, words)
+
+
+def test_an_option_may_say_the_same_twice():
+    assert read("--batch-size 4 --overlap --batch_size=04 --overlap=on") == {
+        "batch_size": 4,
+        "overlap": "on",
     }
 
 
@@ -292,6 +310,13 @@ def test_a_field_of_the_library_is_an_option_with_the_same_docstring():
     assert "Which it passes (default: none)." in text
     assert read_pace("--gear a.py:b --limit 4") == PaceConfig("a.py:b", limit=4)
     assert read_pace("--stops 2,3") == PaceConfig(stops=(2, 3))
+
+
+def test_lists_in_several_places_are_joined():
+    assert read_pace("--marks 1 2 --limit 4 --marks=3,4").marks == (1, 2, 3, 4)
+    usage_error("--stops is 2 none; it must be ", read_pace, "--stops 2 --stops none")
+    # an empty list beside another one: nobody knows which is meant
+    usage_error("--marks 1 and --marks are given", read_pace, "--marks 1 --marks")
 
 
 @pytest.mark.parametrize(
