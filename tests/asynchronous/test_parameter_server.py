@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.asynchronous.server import ParameterServer, Push
+from nnmpi.comm.synchrony.sync import Bound
 from nnmpi.nn import Parameter
 from nnmpi.optim import SGD, Adam
 from nnmpi.tensor import FlatStorage
