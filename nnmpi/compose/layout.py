@@ -4,11 +4,11 @@ Incompatible options are refused when they are given; see `compose.refusals`. Th
 the same fields as options: a field's docstring is its help.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from nnmpi.base.command import as_given, check_numbers, non_defaults, require, settings, spelled
 from nnmpi.base.custom import is_custom, name_of
@@ -21,6 +21,7 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
+from nnmpi.parallel.compressed import HELP as COMPRESSIONS
 from nnmpi.parallel.compressed import compression, parse
 from nnmpi.schedule.schedule import Home, Instruction, Schedule, around
 from nnmpi.schedule.schedules import (
@@ -278,6 +279,8 @@ class GradientExchange:
         [4, 4]
     """
 
+    _lists: ClassVar[Mapping[str, str]] = {"compressions": COMPRESSIONS.text}
+
     allreduce: AllReduceName | Algorithm = AUTO
     """All-reduce of the gradients. Or a function (rank, size) of your own, proved before it
     runs.
@@ -287,9 +290,8 @@ class GradientExchange:
     as NAME(group, gradients).
     """
     compress: str | None = None
-    """Sum gradients in fewer bytes, for slow links. fp16, bf16: of 16 bits. powersgd:RANK: matrices
-    of low rank, such as powersgd:4. topk:SHARE: the largest part, such as topk:0.01. The last two
-    add what they leave out to the next gradient. Digits differ from the serial run.
+    """Sum gradients in fewer bytes, for slow links. {compressions} Digits differ from the serial
+    run.
     """
     _: KW_ONLY
     bucket_bytes: int | None = None

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import ceil, frexp, inf, isfinite, nan, prod
@@ -38,6 +40,7 @@ from nnmpi.backend.array import Array, Dtype, Shape, namespace
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.precision import low_dtype
 from nnmpi.base.errors import UsageError
+from nnmpi.base.glossary import Glossary
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.buffers import from_host, to_host
 from nnmpi.comm.group import Group
@@ -216,17 +219,102 @@ class LowRankSum(CompressedSum):
             put_back(total, arrays)
 
 
-KINDS: Mapping[str, type[CompressedSum]] = {
-    "fp16": HalfSum,
-    "bf16": HalfSum,
-    "powersgd": LowRankSum,
-    "topk": LargestSum,
+# ---- the values of --compress ----
+
+
+def _low_messages(shapes: Sequence[Shape], itemsize: int, _: float) -> SentBytes:
+    return [(ALL_REDUCE, 2 * sum(map(prod, shapes)))]
+
+
+def _scaled_messages(shapes: Sequence[Shape], itemsize: int, _: float) -> SentBytes:
+    return [(ALL_REDUCE, SCALE_BYTES * len(shapes)), *_low_messages(shapes, itemsize, 0)]
+
+
+def _factor_messages(shapes: Sequence[Shape], itemsize: int, number: float) -> SentBytes:
+    first = second = 0
+    for shape in shapes:
+        rank, size = low_rank(int(number), shape), prod(shape)
+        columns = shape[-1] if shape else 1
+        first += size if rank is None else rank * (size // columns)
+        second += 0 if rank is None else rank * columns
+    return [(ALL_REDUCE, first * itemsize), (ALL_REDUCE, second * itemsize)]
+
+
+def _factor_state(shape: Shape, number: float) -> int:
+    rank = int(number)
+    return 0 if low_rank(rank, shape) is None else prod(shape) + rank * shape[-1]
+
+
+def _largest_messages(shapes: Sequence[Shape], itemsize: int, share: float) -> SentBytes:
+    count = sum(largest(share, prod(shape)) for shape in shapes)
+    return [(ALL_GATHER, count * PLACE.itemsize), (ALL_GATHER, count * itemsize)]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What a value of `--compress` stands for; its help, the planner and pages read these.
+
+    Attributes:
+        kind: the class of the sum.
+        help: what is sent, in a few words.
+        messages: (shapes of the gradients on a rank, bytes of a number, the number behind the
+            colon) -> the collectives of a step.
+        state: (shape of a gradient, the number behind the colon) -> the numbers that are kept for
+            it from step to step.
+        number: what stands behind a colon, such as "RANK"; "" for nothing.
+        example: such a number.
+        fits: whether a number may stand there.
+    """
+
+    kind: type[CompressedSum]
+    help: str
+    messages: Callable[[Sequence[Shape], int, float], SentBytes]
+    state: Callable[[Shape, float], int] = lambda shape, number: 0
+    number: str = ""
+    example: str = ""
+    fits: Callable[[float], bool] = lambda number: False
+
+
+COMPRESSIONS: Mapping[str, Compression] = {
+    "fp16": Compression(
+        HalfSum, "16 bits, scaled so that nothing overflows", messages=_scaled_messages
+    ),
+    "bf16": Compression(HalfSum, "16 bits with the range of 32", messages=_low_messages),
+    "powersgd": Compression(
+        LowRankSum,
+        "matrices of low rank; the rest is added to the next gradient",
+        messages=_factor_messages,
+        state=_factor_state,
+        number="RANK",
+        example="4",
+        fits=lambda rank: rank >= 1 and rank.is_integer(),
+    ),
+    "topk": Compression(
+        LargestSum,
+        "the largest part of each gradient; the rest is added to the next one",
+        messages=_largest_messages,
+        state=lambda shape, share: prod(shape),
+        number="SHARE",
+        example="0.01",
+        fits=lambda share: 0 < share <= 1,
+    ),
 }
-WORDS = "fp16, bf16, powersgd:RANK such as powersgd:4, or topk:SHARE such as topk:0.01"
+EXAMPLES = {name: ":".join(filter(None, (name, row.example))) for name, row in COMPRESSIONS.items()}
+"""A value of `--compress` for each name."""
+
+FORMS = {name: ":".join(filter(None, (name, row.number))) for name, row in COMPRESSIONS.items()}
+"""Each name with what stands behind it."""
+
+HELP = Glossary(
+    {
+        FORMS[name] + (f", such as {EXAMPLES[name]}" if row.example else ""): row.help
+        for name, row in COMPRESSIONS.items()
+    }
+)
 
 
 def parse(word: str, option: str = "compress") -> tuple[str, float]:
-    """Return the kind of a value of `--compress`, and its number: 0 for 16 bits.
+    """Return the name in a value of `--compress`, and its number: 0 for 16 bits.
 
     Args:
         word: the value.
@@ -235,20 +323,15 @@ def parse(word: str, option: str = "compress") -> tuple[str, float]:
     Raises:
         UsageError: for other words and numbers.
     """
-    kind, colon, given = word.partition(":")
-    try:
-        number = float(given) if colon else 0.0
-    except ValueError:
-        number = -1.0
-    fits = {
-        "fp16": not colon,
-        "bf16": not colon,
-        "powersgd": isfinite(number) and number >= 1 and number == int(number),
-        "topk": 0 < number <= 1,
-    }
-    if not fits.get(kind, False):
-        raise UsageError(f"{option} is {word}; give {WORDS}")
-    return kind, number
+    name, colon, given = word.partition(":")
+    row = COMPRESSIONS.get(name)
+    if row is not None and not row.number and not colon:
+        return name, 0.0
+    with suppress(ValueError):
+        if row is not None and row.number and row.fits(number := float(given)):
+            return name, number
+    examples = " or ".join(EXAMPLES[name] for name, row in COMPRESSIONS.items() if row.example)
+    raise UsageError(f"{option} is {word}; give {', '.join(FORMS.values())}, such as {examples}")
 
 
 def compression(
@@ -262,7 +345,8 @@ def compression(
     Raises:
         UsageError: see `parse`.
     """
-    return partial(KINDS[parse(word, option)[0]], word=word)
+    name, _ = parse(word, option)
+    return partial(COMPRESSIONS[name].kind, word=word)
 
 
 # ---- formulas ----
@@ -276,33 +360,14 @@ def messages_of(word: str, shapes: Any, itemsize: int) -> SentBytes:
         shapes: of the gradients on a rank.
         itemsize: the bytes of one of their numbers.
     """
-    kind, number = parse(word)
-    sizes = [(shape, prod(shape)) for shape in shapes]
-    if kind == "topk":
-        count = sum(largest(number, size) for _, size in sizes)
-        return [(ALL_GATHER, count * PLACE.itemsize), (ALL_GATHER, count * itemsize)]
-    if kind == "powersgd":
-        first = second = 0
-        for shape, size in sizes:
-            rank = low_rank(int(number), shape)
-            columns = shape[-1] if shape else 1
-            first += size if rank is None else rank * (size // columns)
-            second += 0 if rank is None else rank * columns
-        return [(ALL_REDUCE, first * itemsize), (ALL_REDUCE, second * itemsize)]
-    halves = [(ALL_REDUCE, 2 * sum(size for _, size in sizes))]
-    return [(ALL_REDUCE, SCALE_BYTES * len(sizes)), *halves] if kind == "fp16" else halves
+    name, number = parse(word)
+    return COMPRESSIONS[name].messages([*shapes], itemsize, number)
 
 
 def held_bytes(word: str, shapes: Any, itemsize: int) -> int:
     """Return the bytes of a state for these gradients, with the copies of it that a step keeps."""
-    kind, number = parse(word)
-    kept = 0
-    for shape in shapes:
-        if kind == "topk":
-            kept += prod(shape)
-        elif kind == "powersgd" and low_rank(int(number), shape) is not None:
-            kept += prod(shape) + int(number) * shape[-1]
-    return 2 * kept * itemsize
+    name, number = parse(word)
+    return 2 * itemsize * sum(COMPRESSIONS[name].state(shape, number) for shape in shapes)
 
 
 def largest(share: float, size: int) -> int:
