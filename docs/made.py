@@ -19,7 +19,10 @@ from nnmpi.compose.losses import NAMES as LOSSES
 from nnmpi.data.catalogue import BUNDLED, NAMES, SOURCES, TEXTS
 from nnmpi.data.readers import READERS
 from nnmpi.data.transform import AUGMENTATIONS
+from nnmpi.metrics.metric import QUANTITIES, Metric
+from nnmpi.metrics.rows import METRICS
 from nnmpi.optim.updates import OPTIMIZERS
+from nnmpi.parallel.compressed import EXAMPLES
 from nnmpi.schedule.schedules import TRAINING
 
 DOCS = Path(__file__).resolve().parent
@@ -71,10 +74,37 @@ def optimizers() -> str:
     return table("`--optimizer` | class | what it does | arguments beside `lr`", rows)
 
 
+def metrics() -> str:
+    """Metrics by name, and what they are for."""
+
+    def tasks(row: Metric) -> str:
+        kinds = ", ".join("numbers" if kind == QUANTITIES else kind for kind in row.kinds)
+        if not row.fewest:
+            return kinds
+        return (
+            f"{row.fewest} {kinds}" if row.fewest == row.most else f"{row.fewest} or more {kinds}"
+        )
+
+    rows = ((f"`{name}`", tasks(row), row.help) for name, row in METRICS.items())
+    return table("`--metric` | of | value", rows)
+
+
+def algorithms() -> str:
+    """The reference of each file of algorithms."""
+    modules = dict.fromkeys(
+        phase.__module__ for row in COLLECTIVES.values() for phase in row.phases
+    )
+    return "\n".join(
+        f"## {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n" for module in modules
+    )
+
+
 MADE: dict[str, Callable[[], str]] = {
     "readers": readers,
     "data-sets": data_sets,
     "optimizers": optimizers,
+    "metrics": metrics,
+    "algorithms": algorithms,
 }
 
 # Tables with columns that nobody can make: each name must have its row.
@@ -82,6 +112,7 @@ ROWS: dict[tuple[str, str], set[str]] = {
     ("layouts.md", "--pipeline"): {*TRAINING},
     ("reference/layouts.md", "--pipeline"): {*TRAINING},
     ("synchrony.md", "--sync"): {*MODES},
+    ("layouts.md", "--compress"): {*EXAMPLES.values()},
     ("reference/data.md", "--loss"): {*LOSSES},
     ("reference/data.md", "--augment"): {*AUGMENTATIONS},
     ("reference/costs.md", "--allreduce"): {

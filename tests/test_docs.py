@@ -21,12 +21,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nnmpi import simulate
+from nnmpi import nn, simulate
+from nnmpi.base.command import flag_of
+from nnmpi.comm import algorithms
+from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.commands.table import COMMANDS, find_command
 from nnmpi.data import NAMES, Dataset
 from nnmpi.data.readers import READERS
+from nnmpi.data.transform import AUGMENTATIONS
+from nnmpi.parallel.compressed import COMPRESSIONS
 from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
+from nnmpi.train.config import MODELS, SCHEDULES
 from tests.harness.slow import PAGES_WRITTEN
 from tests.layering.rules import Tree, dead_references
 
@@ -326,11 +332,41 @@ def test_each_made_table_is_on_a_page():
     assert {name for _, name, _ in MADE["BLOCK"].findall(text)} == MADE["MADE"].keys()
 
 
-def test_the_help_names_each_data_set_and_kind_of_file(monkeypatch):
+SUFFIXES = {row.suffixes[0] for row in READERS if row.gives != "image"}
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("dataset", {*NAMES, *SUFFIXES}),
+        ("augment", AUGMENTATIONS),
+        ("lr_schedule", SCHEDULES),
+        ("model", MODELS),
+        ("compress", COMPRESSIONS),
+    ],
+)
+def test_the_help_of_an_option_explains_each_name_that_it_takes(option, names, monkeypatch):
     text = " ".join(help_of("nnmpi train", monkeypatch).split())
-    told = text.partition("--dataset ")[2].partition(" --tokenizer ")[0]
-    known = {*NAMES, *(row.suffixes[0] for row in READERS if row.gives != "image")}
-    assert known <= {*re.findall(r"[\w.-]*\w", told)}
+    told = re.split(r" (?=--[\w-]+ )", text.partition(f" {flag_of(option)} TEXT ")[2])[0]
+    assert {*names} <= {*re.findall(r"[\w.-]*\w", told)}
+
+
+def test_the_page_on_data_says_where_each_kind_of_file_is():
+    table = PAGES["docs/data.md"].partition("| files | found |")[2].partition("\n\n")[0]
+    assert {*re.findall(r"\.\w+", table)} >= SUFFIXES
+
+
+def test_the_table_of_layers_has_every_layer():
+    table = PAGES["docs/reference/layers.md"].partition("| for |")[2].partition("\n\n")[0]
+    kinds = [kind for name in nn.__all__ if isinstance(kind := getattr(nn, name), type)]
+    layers = {kind.__name__ for kind in kinds if issubclass(kind, nn.Module)} - {"Module"}
+    assert {*re.findall(r"`(\w+)`", table)} == layers
+
+
+def test_the_files_of_the_algorithms_are_listed_where_one_begins_to_read():
+    files = {row.phases[0].__module__.rpartition(".")[2] for row in COLLECTIVES.values()}
+    listed = {*re.findall(r"^(\w+)  ", algorithms.__doc__, re.MULTILINE)}
+    assert listed == files | {"registry"}
 
 
 @pytest.mark.parametrize(("page", "option"), MADE["ROWS"])

@@ -166,6 +166,11 @@ def suffixes_of(gives: Gives) -> tuple[str, ...]:
     return tuple(suffix for row in READERS if row.gives == gives for suffix in row.suffixes)
 
 
+def first_suffixes(*gives: Gives) -> str:
+    """Return the first suffix of each form of files that give one of these, as text."""
+    return ", ".join(dict.fromkeys(row.suffixes[0] for row in READERS if row.gives in gives))
+
+
 def split_names(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the path of a data set, and the names of arrays behind it: sim.h5:fields/u,p has two.
 

@@ -1,7 +1,7 @@
 """Metrics: how good a model's outputs are, as rows of one table.
 
     metric.py    Metric, a row; MetricTask, what a model predicts; which rows a task has
-    rows.py      the rows: accuracy, top-5, precision, recall, f1, auc, rmse, mae, r2, perplexity
+    rows.py      the rows, METRICS, and their arithmetic
 
 `nnmpi train --metric`, `nnmpi evaluate --metric` and `Worker.evaluate(metrics=...)` take a row's
 name, a `Metric` or a function of one's own. Read metric.py first.

@@ -65,6 +65,7 @@ class Metric:
         label: before its value in a line; the name by default.
         title: of its curve on a page; one of the user's own has its name there.
         is_share: whether it is printed in per cent.
+        help: what it is, in a few words, for pages.
 
     Example:
         >>> def within_one(outputs, labels):
@@ -89,6 +90,7 @@ class Metric:
     label: str = ""
     title: str = ""
     is_share: bool = False
+    help: str = ""
 
     def __call__(self, outputs: Any, labels: Any) -> float:
         """Return the value of some rows, all at once; the shapes are those of `measure`.

@@ -1,6 +1,6 @@
 """The table of metrics, and the rows' arithmetic, in float64.
 
-To add a metric, add its row to `METRICS`: options, help, records, curves and docs follow. The
+To add a metric, add its row to `METRICS`: options, help, records, curves and pages follow. The
 values are those of scikit-learn's functions of the same names:
 
     precision, recall, f1    of each class; their mean is over the classes that occur among labels
@@ -88,6 +88,7 @@ def top_k(k: int) -> Metric:
         fewest=k + 1,
         title=f"Label among the {k} largest logits",
         is_share=True,
+        help=f"the share of labels among the {k} largest logits; of equal ones the first count",
     )
 
 
@@ -146,8 +147,8 @@ def _ratio(part: Array, whole: Array) -> Array:
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
 
 
-def _of_classes(name: str, per_class: Callable[[MetricState], Array]) -> Metric:
-    """Return the metric that is the mean over classes of a value of each."""
+def _of_classes(name: str, per_class: Callable[[MetricState], Array], words: str) -> Metric:
+    """Return the metric that is the mean over classes of a value of each, which the words name."""
 
     def finish(state: MetricState) -> float:
         occurs = ClassCounts(*state).occurs > 0
@@ -161,6 +162,7 @@ def _of_classes(name: str, per_class: Callable[[MetricState], Array]) -> Metric:
         per_class=per_class,
         label=name.upper() if name == "f1" else name,
         title=f"{name.capitalize()}, mean over the classes",
+        help=f"{words}, mean over the classes",
     )
 
 
@@ -277,7 +279,7 @@ def _r2(state: MetricState) -> float:
 
 
 def _of_errors(
-    name: str, finish: Callable[[MetricState], float], title: str, **more: Any
+    name: str, finish: Callable[[MetricState], float], title: str, words: str = "", **more: Any
 ) -> Metric:
     return Metric(
         name,
@@ -287,6 +289,7 @@ def _of_errors(
         kinds=(QUANTITIES,),
         label=name.upper(),
         title=title,
+        help=words or f"{title[:1].lower()}{title[1:]}, in the data's units",
         **more,
     )
 
@@ -319,11 +322,12 @@ _ROWS = (
         default_for=(CLASSES, TOKENS, YES_OR_NO),
         title="Accuracy",
         is_share=True,
+        help="the share of right answers",
     ),
     top_k(5),
-    _of_classes("precision", _precision),
-    _of_classes("recall", _recall),
-    _of_classes("f1", _f1),
+    _of_classes("precision", _precision, "the share of right ones among a class's predictions"),
+    _of_classes("recall", _recall, "the share of a class's labels that are predicted"),
+    _of_classes("f1", _f1, "the harmonic mean of a class's precision and recall"),
     Metric(
         "auc",
         _scores,
@@ -334,6 +338,8 @@ _ROWS = (
         most=2,
         label="AUC",
         title="Area under the ROC curve",
+        help="the area under the ROC curve; it needs all scores at once: 16 bytes for each test"
+        " sample, on each rank",
     ),
     _of_errors(
         "rmse",
@@ -344,7 +350,11 @@ _ROWS = (
     ),
     _of_errors("mae", _mae, "Mean absolute error", higher_is_better=False),
     _of_errors(
-        "r2", _r2, "Share of the variance that is explained (R2)", default_for=(QUANTITIES,)
+        "r2",
+        _r2,
+        "Share of the variance that is explained (R2)",
+        "the share of the variance that is explained",
+        default_for=(QUANTITIES,),
     ),
     Metric(
         "perplexity",
@@ -355,6 +365,7 @@ _ROWS = (
         known=lambda evaluation: evaluation.perplexity,
         default_for=(TOKENS,),
         title="Perplexity",
+        help="e to the mean cross-entropy",
     ),
 )
 METRICS = {row.name: row for row in _ROWS}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 from nnmpi.backend.precision import ON_HOST
 from nnmpi.base.command import (
@@ -41,6 +41,8 @@ from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_layout
 from nnmpi.compose.losses import CROSS_ENTROPY, LossName
+from nnmpi.data.catalogue import BUNDLED, SOURCES, TEXTS
+from nnmpi.data.readers import first_suffixes
 from nnmpi.data.transform import AUGMENTATIONS
 from nnmpi.metrics.rows import METRICS
 from nnmpi.nn.activation import ActivationName
@@ -322,11 +324,19 @@ def check_positions(config: ModelConfig, sp: int) -> None:
 class DataConfig:
     """The data set."""
 
+    _lists: ClassVar[Mapping[str, str]] = {
+        "bundled": ", ".join(name for name in BUNDLED if name not in TEXTS),
+        "downloaded": ", ".join(SOURCES),
+        "files": first_suffixes("table", "arrays"),
+        "texts": ", ".join(TEXTS),
+        "documents": first_suffixes("text"),
+    }
+
     dataset: str = "digits"
-    """iris or digits (bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .jsonl,
-    .parquet, .npz, .h5 (FILE:NAME,NAME names its arrays), folder, or folder of .npy files. For
-    language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or .csv with
-    --text-columns. FILE.py:NAME: a function () that returns a training and a test Dataset.
+    """{bundled} (bundled), {downloaded}, the path of a file, {files}, or of a folder of images or
+    .npy files. FILE.h5:NAME,NAME names arrays. For language models: {texts} (bundled), or a file,
+    {documents}; of tables with --text-columns. FILE.py:NAME: a function () that returns a training
+    and a test Dataset.
     """
     tokenizer: str | None = None
     """Tokenizer of text: characters, bytes, or the path of a saved one, a tokenizer.json, which
@@ -519,8 +529,8 @@ class OptimizationConfig:
         known = SCHEDULES.get(name)
         require(
             known is not None and (bool(known.example) or not text),
-            f"--lr-schedule is {given}; give constant, cosine, step:EPOCHS,FACTOR,"
-            " restarts:EPOCHS,GROWTH, plateau:EVALUATIONS,FACTOR or FILE.py:NAME",
+            f"--lr-schedule is {given}; give {', '.join(map(example_of, SCHEDULES))} or"
+            " FILE.py:NAME",
         )
         assert known is not None
         if not known.example:
@@ -564,6 +574,11 @@ SCHEDULES = {
     "plateau": RateWords("3,0.1", "evaluations and a factor up to 1", whole=True),
 }
 PLATEAU = "plateau"
+
+
+def example_of(schedule: str) -> str:
+    """Return the name of a schedule of the learning rate with its numbers: "step:10,0.1"."""
+    return ":".join(filter(None, [schedule, SCHEDULES[schedule].example]))
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path):
         ),
         (
             "--lr-schedule cosin",
-            "--lr-schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR,"
-            " restarts:EPOCHS,GROWTH, plateau:EVALUATIONS,FACTOR or FILE.py:NAME",
+            "--lr-schedule is cosin; give constant, cosine, step:10,0.1, restarts:10,2,"
+            " plateau:3,0.1 or FILE.py:NAME",
         ),
         ("--split 3,x", '--split is 3,x; it must be "auto" or a list of whole numbers'),
         ("--split 3,0", "--split is 3,0; give whole numbers, 1 or more"),
