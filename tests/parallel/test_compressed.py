@@ -13,12 +13,20 @@ from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import check_layout
 from nnmpi.parallel import SummedReplicas
-from nnmpi.parallel.compressed import compression, low_rank, messages_of, parse, scale_of
+from nnmpi.parallel.compressed import (
+    EXAMPLES,
+    compression,
+    held_bytes,
+    low_rank,
+    messages_of,
+    parse,
+    scale_of,
+)
 from nnmpi.parallel.data import NUMBERS_BYTES
 from tests.harness.refusals import usage_error
 
-WORDS = ("fp16", "bf16", "powersgd:1", "powersgd:2", "topk:0.01", "topk:0.3")
-KEEP = WORDS[2:]  # those with a residual
+WORDS = (*EXAMPLES.values(), "powersgd:1", "powersgd:2", "topk:0.3")
+KEEP = [word for word in WORDS if held_bytes(word, [(9, 9)], 4)]  # those with a residual
 SHAPES = {"a": (4, 3, 8), "b": (8,), "c": (16, 12), "d": ()}
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from nnmpi.base.errors import LayoutError
 from nnmpi.comm.fit import parse_network
+from nnmpi.comm.synchrony.sync import MODES
 from nnmpi.compose.layout import Layout
 from nnmpi.train.__main__ import launch
 from nnmpi.train.cli import main
@@ -341,7 +342,7 @@ def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup():
     assert noted == [signal.SIGHUP, 0]
 
 
-@pytest.mark.parametrize("mode", ["bsp", "local", "gossip", "ssp", "asp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_rates_are_those_of_all_workers(mode, tmp_path):
     """A step's samples are the global batch's, whoever writes the record."""
     words = (
