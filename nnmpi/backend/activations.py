@@ -3,7 +3,7 @@
 A formula is one of rows (see `PlainKernels.rows`), of an array library's functions, and compiled
 kernels are printed from it. To add an activation, write its formulas and its object here: the tests
 of gradients, of devices, of ONNX and beside PyTorch follow. A function for `nnmpi.ops` and a layer
-for `nnmpi.nn`, whose `form` is the object, are a few lines each there.
+for `nnmpi.nn`, whose `_form` is the object, are a few lines each there.
 """
 
 from collections.abc import Callable, Mapping

@@ -75,24 +75,24 @@ class ActivationLayer(Module):
     """A layer that computes each element by itself; a subclass of this file is an `--activation`.
 
     Attributes:
-        form: what it computes. Its name is that of the option.
+        _form: what it computes. Its name is that of the option.
     """
 
     reach = Reach.ELEMENT
-    form: ClassVar[activations.Activation]
+    _form: ClassVar[activations.Activation]
 
 
 class ReLU(ActivationLayer):
     """max(x, 0)"""
 
-    form = activations.RELU
+    _form = activations.RELU
     forward = staticmethod(relu)
 
 
 class LeakyReLU(ActivationLayer):
     """x where positive, negative_slope * x elsewhere."""
 
-    form = activations.LEAKY_RELU
+    _form = activations.LEAKY_RELU
 
     def __init__(self, negative_slope: float = 0.01) -> None:
         self.negative_slope = negative_slope
@@ -133,7 +133,7 @@ class PReLU(Module):
 class ELU(ActivationLayer):
     """x where positive, alpha (e^x - 1) elsewhere."""
 
-    form = activations.ELU
+    _form = activations.ELU
 
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
@@ -146,7 +146,7 @@ class ELU(ActivationLayer):
 class Softplus(ActivationLayer):
     """log(1 + e^(beta x)) / beta; x itself where beta x is above the threshold."""
 
-    form = activations.SOFTPLUS
+    _form = activations.SOFTPLUS
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
         self.beta, self.threshold = beta, threshold
@@ -159,14 +159,14 @@ class Softplus(ActivationLayer):
 class SELU(ActivationLayer):
     """1.0507 times ELU(1.67326), which keeps mean 0 and variance 1 from layer to layer."""
 
-    form = activations.SELU
+    _form = activations.SELU
     forward = staticmethod(selu)
 
 
 class GELU(ActivationLayer):
     """x Phi(x); approximate="tanh" gives the form of GPT-2."""
 
-    form = activations.GELU
+    _form = activations.GELU
 
     def __init__(self, approximate: str = "none") -> None:
         self.approximate = approximate
@@ -179,21 +179,21 @@ class GELU(ActivationLayer):
 class SiLU(ActivationLayer):
     """x * sigmoid(x)"""
 
-    form = activations.SILU
+    _form = activations.SILU
     forward = staticmethod(silu)
 
 
 class Tanh(ActivationLayer):
     """The hyperbolic tangent."""
 
-    form = activations.TANH
+    _form = activations.TANH
     forward = staticmethod(tanh)
 
 
 class Sigmoid(ActivationLayer):
     """1 / (1 + e^-x)"""
 
-    form = activations.SIGMOID
+    _form = activations.SIGMOID
     forward = staticmethod(sigmoid)
 
 
@@ -235,7 +235,7 @@ class Flatten(Module):
 
 
 ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
-    {kind.form.name.replace("_", "-"): kind for kind in ActivationLayer.__subclasses__()}
+    {kind._form.name.replace("_", "-"): kind for kind in ActivationLayer.__subclasses__()}
 )
 """The layers by the names of --activation."""
 
