@@ -21,6 +21,7 @@ from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.tensor import check_gradients
 from nnmpi.tensor.function import kind_of
+from nnmpi.tensor.traits import Channels
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 from tests.tensor.samples import EACH, OPERATIONS, SAMPLES
@@ -327,3 +328,14 @@ def test_booleans_become_no_integers():
     """A mask plus a number is not a mask."""
     with pytest.raises(DtypeError, match="bool"):
         Tensor(np.ones(2, bool)) + 1
+
+
+def test_what_has_a_number_of_each_channel_says_where_pytorch_has_them():
+    """Else the weights of linear layers behind it came from PyTorch in another order."""
+    silent = {
+        kind.__name__
+        for kind, sample in SAMPLES
+        if kind.traits.channels is Channels.KEPT
+        and any(shape == sample.shapes[0][-1:] != (1,) for shape in (sample.shapes or ())[1:])
+    }
+    assert silent == {"LayerNormFunction"}  # whose axes `models.torch_order` follows
