@@ -12,7 +12,7 @@ from nnmpi.commands.predict import main as predict
 from nnmpi.lab import comm, memory, report, schedule, speedup
 from nnmpi.teaching import grade
 from nnmpi.train.cli import main as train
-from tests.harness.commands import on_ranks
+from tests.harness.commands import on_ranks, over
 from tests.harness.refusals import refuses, usage_error
 
 pytestmark = pytest.mark.host_only("files, whatever computes")
@@ -170,7 +170,7 @@ def test_a_run_does_not_write_over_what_it_reads(here):
         f"{GPT} --pretrained exp/model --out exp",
         f"{GPT} --pretrained link/model --out exp",
         f"{GPT} --pretrained exp --out link",
-        f"{GPT} {small} --dataset exp/checkpoints/text.txt --out exp",
+        over(GPT, f"{small} --dataset exp/checkpoints/text.txt --out exp"),
     ):
         usage_error(
             "which a run would write there, too|already holds a run", of_ranks(train), words.split()
@@ -178,7 +178,7 @@ def test_a_run_does_not_write_over_what_it_reads(here):
     assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
     shutil.rmtree(here / "exp" / "checkpoints")
     shutil.rmtree(here / "exp" / "model")
-    on_ranks(train, f"{GPT} {small} --dataset exp/text.txt --out exp")  # beside, not replaced
+    on_ranks(train, over(GPT, f"{small} --dataset exp/text.txt --out exp"))  # beside, not replaced
     assert (here / "exp" / "text.txt").read_bytes() == (here / "text.txt").read_bytes()
 
 

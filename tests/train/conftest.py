@@ -3,6 +3,7 @@
 import pytest
 
 from nnmpi.train.cli import main
+from tests.harness.commands import over
 
 
 @pytest.fixture
@@ -18,9 +19,8 @@ def train(group, tmp_path, monkeypatch):
         if resumed:
             main(words.split(), group)
             return tmp_path / resumed.split()[0]
-        words = (
-            words if "--model" in words else f"--model mlp --dataset iris --batch-size 64 {words}"
-        )
+        if "--model" not in words:
+            words = over("--model mlp --dataset iris --batch-size 64", words)
         out = tmp_path / f"run{next(numbers)}"
         main([*words.split(), "--out", str(out)], group)
         return out

@@ -86,8 +86,8 @@ def test_how_much_a_run_multiplies():
     entire = work(MNIST, images)
     assert entire > 60000 * 784 * (9 * 32 + 9 * 32 * 64)
     assert work([*MNIST, "--max-steps", "10"], images) == entire * 640 / 60000
-    full = ["--batch-size", "full", "--max-steps", "10"]
-    assert work([*MNIST, *full], images) == entire
+    full = "--model cnn --batch-size full --epochs 1 --max-steps 10"
+    assert work(full.split(), images) == entire
     gpt = ["--model", "gpt", "--layers", "1", "--features", "8", "--heads", "1", "--epochs", "1"]
     short, long = (work(gpt, samples(5, length, tokens=True)) for length in (16, 32))
     assert long > 2 * short

@@ -24,7 +24,7 @@ from nnmpi.train.config import ModelConfig, assemble
 from nnmpi.train.folder import default_folder
 from nnmpi.train.metrics import read_metrics
 from tests.data.locked import lock
-from tests.harness.commands import on_ranks
+from tests.harness.commands import on_ranks, over
 from tests.harness.refusals import refuses, usage_error
 
 OWN = '''
@@ -114,10 +114,10 @@ def student(tmp_path, monkeypatch):
 def run(words, ranks):
     """Return the losses of a short run."""
     folder = Path(f"run{len(list(Path().iterdir()))}")
-    words = (
+    plain = (
         "--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1"
-        f" {words}"
     )
+    words = over(plain, words)
     on_ranks(train, [*words.split(), "--out", str(folder)], ranks)
     return [
         item["loss"] for item in read_metrics(folder / "metrics.jsonl") if item["kind"] == "train"

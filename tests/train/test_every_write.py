@@ -28,6 +28,7 @@ from nnmpi.train.checkpoint import (
 )
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
+from tests.harness.commands import over
 from tests.harness.disk import FAULTS, at_each_operation, read_tree
 from tests.harness.slow import MORE_FAULTS, cases, once_more
 from tests.harness.survival import fast_folder, quick_trainings
@@ -143,7 +144,7 @@ class Undisturbed:
     """A run to which nothing happens; all of its checkpoints are kept."""
 
     def __init__(self, folder, words, ranks):
-        self.ranks, self.words = ranks, f"{RUN} {words}"
+        self.ranks, self.words = ranks, over(RUN, words)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_prune", lambda *_: None)
             train(f"{self.words} --out {folder}", ranks)
@@ -363,7 +364,7 @@ def cut(file):
 def finished(tmp_path_factory):
     """A run whose best evaluation was long before its end."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    train(f"{RUN} --epochs 14 --out {run}")
+    train(over(RUN, f"--epochs 14 --out {run}"))
     return run
 
 
@@ -408,7 +409,7 @@ def test_best_weights_that_are_gone_are_not_replaced_by_others(finished, tmp_pat
 def test_a_step_back_over_the_best_checkpoint_goes_back_to_the_best_before(tmp_path):
     """And the run that has continued says what it has."""
     run = tmp_path / "run"
-    train(f"{RUN} --epochs 14 --stop-after 20 --out {run}")
+    train(over(RUN, f"--epochs 14 --stop-after 20 --out {run}"))
     best, kept = best_of(run)
     assert best == kept[0]
     cut(run / f"checkpoints/step-{best:08d}/optimizer.safetensors")
@@ -423,7 +424,7 @@ def test_a_step_back_over_the_best_checkpoint_goes_back_to_the_best_before(tmp_p
 def test_a_run_says_the_best_that_it_has_where_it_stops_on_its_way(tmp_path):
     """The last evaluation is none of the run's, as an uninterrupted one would not make it."""
     run = tmp_path / "run"
-    train(f"{RUN} --epochs 14 --eval-every 2 --stop-after 20 --out {run}")
+    train(over(RUN, f"--epochs 14 --eval-every 2 --stop-after 20 --out {run}"))
     assert nnmpi.load(run, best=True).step == 16
     assert last_words(run).startswith("best epoch 4 with")
 

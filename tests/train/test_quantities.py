@@ -19,7 +19,7 @@ from nnmpi.data import Batch
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here
-from tests.harness.commands import on_ranks
+from tests.harness.commands import on_ranks, over
 from tests.harness.refusals import refuses, usage_error
 from tests.worker_options import work
 
@@ -50,7 +50,7 @@ def data(tmp_path, monkeypatch):
 def run(words, ranks=1, out="run"):
     """Return what a run records."""
     model = "" if "--model" in words else "--model mlp --hidden 6 4"
-    on_ranks(train, [*f"{PLAIN} {model} {words}".split(), "--out", out], ranks)
+    on_ranks(train, [*over(f"{PLAIN} {model}", words).split(), "--out", out], ranks)
     return read_metrics(Path(out) / "metrics.jsonl")
 
 

@@ -14,7 +14,7 @@ from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.lab.report import main as report
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
-from tests.harness.commands import on_ranks
+from tests.harness.commands import on_ranks, over
 from tests.harness.refusals import refuses, usage_error
 
 OWN = """
@@ -61,7 +61,7 @@ def data(tmp_path, monkeypatch):
 
 def run(words, ranks=1, out="run"):
     """Return the evaluations that a run records."""
-    on_ranks(train, [*f"{SHORT} {words}".split(), "--out", out], ranks)
+    on_ranks(train, [*over(SHORT, words).split(), "--out", out], ranks)
     records = read_metrics(Path(out) / "metrics.jsonl")
     return [record for record in records if record["kind"] in ("eval", "test")]
 
