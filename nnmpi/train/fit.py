@@ -308,7 +308,7 @@ def _alone(model: Module) -> Iterator[None]:
 # ---- from arguments to options ----
 
 
-def _options(options: Mapping[str, Any], layout: Layout | None) -> dict[str, Any]:
+def _options(options: Mapping[str, Any], layout: Any) -> dict[str, Any]:
     """Return the command's options among the arguments, converted, with those of the layout.
 
     Raises:

@@ -446,7 +446,9 @@ def test_every_layer_is_here():
 def test_every_activation_is_a_layer_and_an_operation():
     """One that a row of the backend has alone would be no --activation, without a word."""
     forms = [form for form in FORMS if " " not in form.name]  # "gelu tanh" is a form of GELU
-    assert forms == [form for form in FORMS if form in {kind._form for kind in ACTIVATIONS.values()}]
+    assert forms == [
+        form for form in FORMS if form in {kind._form for kind in ACTIVATIONS.values()}
+    ]
     assert {form.name for form in forms} <= {*ops.__all__}
 
 
