@@ -448,7 +448,9 @@ def _segments(
     elif not layout.limits_activations:
         return tuple((cut,) for cut in cuts)
     for cut in cuts:
-        lengths = [len(run) for run in cut_runs(layers[cut.start : cut.stop], limit, itemsize)]
+        lengths = [
+            len(run) for run in cut_runs(layers[cut.start : cut.stop], limit, itemsize, layout.zero)
+        ]
         result.append(_by_lengths(tp.share(lengths), cut.start))
     return tuple(result)
 

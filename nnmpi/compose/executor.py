@@ -173,7 +173,8 @@ class Executor:
             assert isinstance(arrangement.model.storage, ShardedStorage)
             self.storage = arrangement.model.storage
         self._schedule: Generator = SERIAL
-        self.stages = {0: Stage(self._for_positions(run, True))}
+        self.base = tuple(item for _, item in arrangement.model.named_base())
+        self.stages = {0: Stage(self._for_positions(run, True), base=self.base)}
         if segments:
             self._schedule = layout.pipeline if self.ranks > 1 else SERIAL
             self.stages = {
@@ -200,7 +201,7 @@ class Executor:
         recomputes = arrangement.layout.activation_memory is not None
         if recomputes:
             run = partial(run_with_kept_buffers, ModelPart(arrangement.model, layers), {}, run)
-        return Stage(run, is_last, recomputes, is_cut=True)
+        return Stage(run, is_last, recomputes, is_cut=True, base=self.base)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
         """Return the chain, under sequence parallelism with inputs marked as this rank's positions.
@@ -250,7 +251,7 @@ class Executor:
         try:
             yield
             if self.zero > 2:
-                self.storage.transport.release(COMMON)
+                self.storage.release(COMMON)
         finally:
             self.storage.in_program = False
 

@@ -6,6 +6,7 @@ Checkpoints save them. Each entry has its region of the full array.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.agreement import on_root
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ArraySource, ModelState, StateEntry
-from nnmpi.tensor.parameter import Span
+from nnmpi.tensor.parameter import Parameter, Span
 
 SUM = "sum"  # begins the names of a strategy's state, which an optimizer's may not take
 OWN = re.compile(rf"(?P<slot>{SUM}\..+)\.(?P<replica>[0-9]+)/(?P<name>.+)")  # of one replica
@@ -60,7 +62,7 @@ def base_digest(arrangement: Arrangement) -> str:
     entries = [
         StateEntry(
             name,
-            item.data,
+            _stored(item),
             item.region,
             first[name] == mesh.pp.rank and arrangement.writes_here(item),
         )
@@ -69,11 +71,23 @@ def base_digest(arrangement: Arrangement) -> str:
     digest = hashlib.blake2b(digest_size=16)
 
     def add(name: str, array: Array) -> None:
+        if array.dtype == np.uint16:  # the bits of bfloat16
+            array = array.view(bfloat16())
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(array, np.float32).data)
 
     ModelState(entries, order, mesh.world).gather(add)
     return on_root(mesh.world, digest.hexdigest)
+
+
+def _stored(item: Parameter) -> Any:
+    """Return a base's values for a `StateEntry`, bfloat16 as its bits."""
+    if item.home is None:
+        array = item.stored
+        return array if item.kept is None else array.view(np.uint16)
+    shared = item.home.view_of(item)
+    bits = shared.values if item.base_dtype is None else shared.values.view(np.uint16)
+    return replace(shared, values=bits)
 
 
 def optimizer_state(

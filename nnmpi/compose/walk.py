@@ -338,15 +338,15 @@ class Pass:
     # ---- weights and gradients that replicas share out ----
 
     def _gather(self, op: _Op) -> None:
-        self.executor.storage.transport.start(COMMON)
-        self.executor.storage.transport.start(self.executor.unit_of[op.stage])
+        self.executor.storage.start(COMMON)
+        self.executor.storage.start(self.executor.unit_of[op.stage])
 
     def _wait_for_weights(self, op: _Op) -> None:
-        self.executor.storage.transport.acquire(COMMON)
-        self.executor.storage.transport.acquire(self.executor.unit_of[op.stage])
+        self.executor.storage.acquire(COMMON)
+        self.executor.storage.acquire(self.executor.unit_of[op.stage])
 
     def _free(self, op: _Op) -> None:
-        self.executor.storage.transport.release(self.executor.unit_of[op.stage])
+        self.executor.storage.release(self.executor.unit_of[op.stage])
 
     def _reduce(self, op: _Op) -> None:
         if self.executor.zero > 1:

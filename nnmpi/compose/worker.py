@@ -510,7 +510,8 @@ class Worker(Trainer, read_once="scaling exchange strategy notice passes ledger"
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
         storage, shares = self.model.storage, self.strategy.holders
         parameters, gradients, buffers = storage.held_bytes()
-        base = sum(item.data.nbytes for _, item in self.model.named_base())
+        own = (item for _, item in self.model.named_base() if item.home is None)
+        base = sum(item.stored.nbytes for item in own)
         return {
             PARAMETERS: parameters // shares + base,
             GRADIENTS: gradients,

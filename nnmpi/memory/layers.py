@@ -27,6 +27,7 @@ from nnmpi.memory.store import (
     BYTE_S,
     SavedArrays,
     Store,
+    arrays_of,
     operations_of,
     owner_id,
     saved_memory,
@@ -225,11 +226,14 @@ def _gradients_restored(parameters: Sequence[Parameter]) -> Iterator[None]:
 
 
 class Measured(NamedTuple):
-    """A layer to measure: its name, its computation as in a chain, and its parameters."""
+    """A layer to measure: its name, its computation as in a chain, its parameters, and those of a
+    base that adapters change.
+    """
 
     name: str
     run: RunLayer
     parameters: Sequence[Parameter]
+    base: Sequence[Parameter] = ()
 
 
 def of_chain(
@@ -241,12 +245,13 @@ def of_chain(
     """
     for layer in layers:
         part = ModelPart(model, [layer])
-        drawn = [base for _, base in part.named_base() if not hasattr(base, "data")]
+        base = [item for _, item in part.named_base()]
+        drawn = [item for item in base if not item.has_values]
         part.initialize(dtype=dtype, backend=backend)
         parameters = part.parameters()
-        yield Measured(layer.name, layer.run, parameters)
+        yield Measured(layer.name, layer.run, parameters, base)
         for parameter in (*parameters, *drawn):
-            del parameter._data
+            parameter.drop()
             parameter.grad = parameter.buffer = None
 
 
@@ -333,7 +338,7 @@ def _measure_layer(
     layer: Measured, before: _Around, backend: Backend, adds: bool
 ) -> tuple[LayerCost, _Around]:
     """Return a layer's costs, the least of some repetitions, and the values after it."""
-    outside, rounds = [parameter.data for parameter in layer.parameters], []
+    outside, rounds = arrays_of([*layer.parameters, *layer.base]), []
     run = partial(before.run, layer)
     for number in range(REPEATS + TRACED):
         for parameter in () if adds else layer.parameters:
@@ -412,7 +417,7 @@ def _can_move(
 ) -> bool:
     """Offload a layer's saved arrays and fetch them; return whether that freed their memory."""
     (value,), (needs,) = before.values, before.needs
-    outside = [parameter.data for parameter in layer.parameters]
+    outside = arrays_of([*layer.parameters, *layer.base])
     if first:
         outside.append(value.array)  # the caller keeps it
     else:

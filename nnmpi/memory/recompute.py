@@ -50,7 +50,7 @@ from nnmpi.memory.plan import (
     moved_bytes,
     price_plan,
 )
-from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
+from nnmpi.memory.store import SavedArrays, Store, arrays_of, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, KnownLayers, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, run_with_kept_buffers
@@ -135,10 +135,8 @@ class PlannedPass:
             self._values.pop(layer, None)
         elif action.act is Act.OUT:
             assert self._store is not None
-            outside = [
-                self._input,
-                *(parameter.data for parameter in self._layers[layer].parameters()),
-            ]
+            weights = arrays_of(item for _, item in self._layers[layer].named_weights())
+            outside = [self._input, *weights]
             self._swapped[layer] = SavedArrays(
                 self._graphs[layer].operations, outside, self._backend
             )
@@ -334,6 +332,7 @@ class RecomputedModel(Settled, read_once="model budget store"):
                 _name(chain[run.start]),
                 partial(without_stash, layer),
                 layer.parameters(),
+                [item for _, item in layer.named_base()],
             )
             for run, layer in zip(runs, self._layers, strict=True)
         ]

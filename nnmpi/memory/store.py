@@ -35,6 +35,7 @@ from nnmpi.backend.upload import pinned
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import format_bytes
 from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.parameter import Parameter
 
 HOST = "host"
 ACTIVATIONS = "activations"
@@ -344,6 +345,11 @@ def weights_of(operations: Iterable[Function]) -> list[Array]:
     """Return the parameters' arrays among the inputs of some operations."""
     edges = (edge for operation in operations for edge in operation.edges or ())
     return [item.data for item in edges if isinstance(item, Variable) and item.buffer is not None]
+
+
+def arrays_of(parameters: Iterable[Parameter]) -> list[Array]:
+    """Return the arrays that hold parameters' values, of those that are on this rank now."""
+    return [item.stored for item in parameters if item.has_values]
 
 
 def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[int, _Extent]:

@@ -398,9 +398,11 @@ def load_pretrained(model: Module, folder: Path) -> None:
         for ours, parameter in weights:
             name, transposed = names[ours]
             part = stored.get_part(name, parameter.region, transposed)
-            values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+            like = parameter.stored if parameter.home is None else parameter.home.data[0]
+            xp, part = namespace(like), part.astype(model.storage.dtype)
+            values = xp.ascontiguousarray(xp.asarray(part))
             if parameter.is_base:
-                parameter.data[...] = values
+                parameter.hold(values)
             else:
                 model.storage.write(spans[parameter], values)
         model.storage.version.meet()

@@ -149,6 +149,14 @@ def parameters_of(layers: Iterable[ChainLayer]) -> list[Parameter]:
     )
 
 
+def base_of(layers: Iterable[ChainLayer]) -> list[Parameter]:
+    """Return the parameters of a base that some layers have, each once, in order."""
+    named = (
+        item for layer in layers for _, module in layer.members for item in module.named_base()
+    )
+    return list(dict.fromkeys(parameter for _, parameter in named))
+
+
 def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
     """Return the sorted names of the stashed values that cross the cut before layer `cut`."""
     names: set[str] = set()

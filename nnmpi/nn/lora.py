@@ -17,13 +17,15 @@ so the gradients of the whole factor are summed over the ranks, which is `LoRA.w
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import UsageError, check_int, number
 from nnmpi.nn.activation import Dropout
-from nnmpi.nn.linear import Linear
+from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.module import Constant, Module, fan_in
 from nnmpi.nn.sharding import Sharding, find
 from nnmpi.ops.linear import linear
@@ -61,11 +63,17 @@ class LoRA(Linear):
     ) -> None:
         if type(layer) is not Linear:
             raise UsageError(f"LoRA adapts an nn.Linear, not a {type(layer).__name__}")
+        if layer._forward_hooks or "forward" in vars(layer):
+            raise UsageError(
+                f"{layer.path or 'the layer'} has a forward or a hook of your own, which the layer"
+                " with an adapter would not call; give it to that one, after nn.adapt or nn.LoRA"
+            )
         rank = check_int("LoRA's rank", rank)
         self.alpha = float(rank) if alpha is None else number("LoRA's alpha", alpha)
         self.weight, self.bias = layer.weight, layer.bias
         for _, parameter in layer.named_weights():
-            parameter.make_base()
+            if not parameter.is_base:
+                parameter.make_base()
         inputs, outputs = self.weight.shape
         self.dropout = Dropout(dropout)
         self.lora_a = Parameter((inputs, rank), fan_in(inputs))
@@ -103,7 +111,7 @@ class LoRA(Linear):
         w, a, b = (
             np.asarray(item.numpy(), "float64") for item in (self.weight, self.lora_a, self.lora_b)
         )
-        return (w + a @ b * (self.alpha / self.rank)).astype(self.weight.dtype)
+        return (w + a @ b * (self.alpha / self.rank)).astype(self.lora_a.dtype)
 
 
 def adapt(
@@ -112,6 +120,7 @@ def adapt(
     alpha: float | None = None,
     targets: str = "q,v",
     dropout: float = 0.0,
+    base_dtype: Literal["bf16"] | None = None,
 ) -> Module:
     """Give linear layers of a model adapters, and freeze all that it has now; return the model.
 
@@ -126,13 +135,22 @@ def adapt(
         targets: names of linear layers, or patterns of full names, separated by commas, such as
             "q,v" or "*.mlp.*". A layer that computes queries, keys and values together is called
             by q, k or v, too. "all-linear": all but an output over the vocabulary.
+        base_dtype: "bf16" keeps the weights of linear layers and embeddings in bfloat16, in half of
+            the memory. Each is widened while its layer computes, in the model's dtype; what it has
+            lost by rounding stays lost. Other weights, such as norms, are kept as they are.
 
     Raises:
-        UsageError: for targets that fit no linear layer, with the names of those that there are,
-            and for a model with adapters.
+        UsageError: for targets that fit no linear layer, with the names of those that there are;
+            for a model with adapters, one that is arranged or trained, and a layer that an adapter
+            would change; for a base_dtype without layers that can have it, or without ml_dtypes.
     """
     if any(True for _ in adapters(model)):
         raise UsageError("the model has adapters already; merge them before it gets others")
+    for _, parameter in model.named_parameters():
+        if parameter.region is not None or parameter.guard is not None:
+            raise UsageError(
+                "the model is in a layout, a Worker or a strategy already; call nn.adapt before"
+            )
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is Linear}
     if "" in layers:
         raise UsageError("the model is a single layer; put it into a Sequential, or call nn.LoRA")
@@ -147,12 +165,34 @@ def adapt(
                 f" {', '.join(map(repr, layers)) or 'none'}"
             )
         chosen |= fitting
+    low = weights_kept_as(base_dtype, model)
     vars(model).pop("storage", None)
     for _, parameter in [*model.named_parameters()]:
-        parameter.make_base()
+        parameter.make_base(low.get(parameter))
+    # a layer in two places keeps one adapter, as it has one weight
+    adapted = {layer: LoRA(layer, rank, alpha, dropout) for layer in chosen.values()}
     for name, layer in chosen.items():
-        model.replace(name, LoRA(layer, rank, alpha, dropout))
+        model.replace(name, adapted[layer])
     return model
+
+
+def weights_kept_as(base_dtype: str | None, model: Module) -> dict[Parameter, Dtype]:
+    """Return the parameters that a base keeps in half precision, and the dtype; see `adapt`.
+
+    Raises:
+        UsageError: for another word, a model without such parameters, and without ml_dtypes.
+    """
+    if base_dtype is None:
+        return {}
+    if base_dtype != "bf16":
+        raise UsageError(f"base_dtype is {base_dtype!r}; choose 'bf16', or None for the model's")
+    kinds = Linear, Embedding, TiedLinear
+    found = [vars(layer)["weight"] for _, layer in model.named_modules() if type(layer) in kinds]
+    if not found:
+        raise UsageError(
+            "base_dtype is for linear layers and embeddings, and the model has none; leave it out"
+        )
+    return dict.fromkeys(found, bfloat16())
 
 
 def _fits(model: Module, name: str, target: str) -> bool:
@@ -177,10 +217,21 @@ def merge(model: Module) -> dict[str, Array]:
 
     Returns:
         Arrays by the names that they have in the model without adapters, for its `load_state`.
+
+    Raises:
+        UsageError: for a rank's part of a model.
     """
+    weights, full = dict(model.named_weights()), dict(model.full_weights())
+    if weights.keys() != full.keys() or any(item.region is not None for item in weights.values()):
+        raise UsageError(
+            "this rank has only part of the model, so nn.merge would give part of the weights;"
+            " merge the full model, as nnmpi export --merge does with a run"
+        )
     added = dict(adapters(model))
     own = {f"{name}.{factor}" for name in added for factor in ("lora_a", "lora_b")}
-    values = {name: np.array(item.numpy()) for name, item in model.named_weights()}
-    merged = {f"{name}.weight": layer.merged() for name, layer in added.items()}
+    dtype = model.storage.dtype
+    values = {name: np.array(item.numpy(), dtype) for name, item in weights.items()}
+    of_weights = {f"{name}.weight": layer for name, layer in added.items()}
+    merged = {name: layer.merged() for name, layer in of_weights.items() if name in values}
     buffers = {name: np.array(Tensor(item.data).numpy()) for name, item in model.named_buffers()}
     return {name: item for name, item in {**values, **merged, **buffers}.items() if name not in own}

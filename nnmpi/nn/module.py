@@ -564,8 +564,8 @@ class Module(Settled):
         for _, buffer in self.named_buffers():
             if buffer not in kept:
                 buffer._data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
-        self._draw_base(seed, np.dtype(dtype), backend)
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
+        self._draw_base(seed, np.dtype(dtype), backend)
         self.storage.seed = seed
         everything = dict(self.full_parameters())
         self.storage.is_stage = len(everything) > len(parameters)
@@ -581,8 +581,11 @@ class Module(Settled):
         drawn = _Draws(base, seed, dtype, backend)
         for name, parameter in base.items():
             parameter.name = name
-            given = parameter._data if hasattr(parameter, "data") else drawn[name]
-            parameter._data = backend.asarray(given.astype(dtype, copy=False))
+            if parameter.home is not None and parameter.home.has(parameter):
+                continue
+            is_new = parameter.home is not None or not parameter.has_values
+            given = drawn[name] if is_new else parameter._data
+            parameter.hold(backend.asarray(given.astype(dtype, copy=False)))
 
     def _stored_parts(self) -> Iterator[tuple[Module, FlatStorage]]:
         """Yield the parts that were initialized or loaded alone, with their storage."""

@@ -164,7 +164,10 @@ def embedding(
             no matrix.
     """
     values = _checked(table, indices, entries)
-    return make()(table, indices if is_sharded(indices) else values)
+    places = indices if is_sharded(indices) else values
+    if table.kept is not None:
+        return make()(table.kept, places).astype(product_dtype("embedding", table))
+    return make()(table, places)
 
 
 def _checked(table: Tensor, indices: Any, entries: int | None) -> Array:
@@ -181,7 +184,7 @@ def _checked(table: Tensor, indices: Any, entries: int | None) -> Array:
         raise ShapeError(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
-    rows = values_of(table)
+    rows = values_of(table if table.kept is None else table.kept)
     entries = table.shape[0] if entries is None else entries
     kernels_of(rows).check(_check_indices, values, entries)
     return to_library(namespace(rows), values)

@@ -59,7 +59,8 @@ class LinearFunction(Function):
         xp, shape, dtypes = self.xp, x.shape, None
         flat = len(shape) == 2
         # not -1, which NumPy cannot infer for an empty array
-        rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
+        flat_shape = shape if flat else (prod(shape[:-1]), shape[-1])
+        rows = x if flat else xp.reshape(x, flat_shape)
         dtype = self.product_dtype
         if dtype is None:
             y = gemm(rows, weight, rounds=self.rounds)
@@ -73,15 +74,16 @@ class LinearFunction(Function):
         kernels = kernels_of(y)
         if bias is not None:
             kernels.add_bias(y, bias)
-        self.saved = (rows, weight if self.needs[0] else None, shape, kernels, dtypes)
+        kept = rows if self.needs[1] else None, weight if self.needs[0] else None
+        self.saved = (*kept, shape, flat_shape[0], kernels, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, shape, kernels, dtypes = self.saved
-        if dtypes is not None:
-            grad = cast(grad, rows.dtype)
+        rows, weight, shape, count, kernels, dtypes = self.saved
+        if self.product_dtype is not None:
+            grad = cast(grad, self.product_dtype)
         if len(shape) != 2:
-            grad = np.reshape(grad, (len(rows), grad.shape[-1]))
+            grad = np.reshape(grad, (count, grad.shape[-1]))
         if dtypes is not None:
             grad = in_rows(grad)
         to_x = to_weight = to_bias = None
@@ -171,6 +173,62 @@ class WideLinear(LinearFunction):
         self.rounds = rounds
 
 
+class KeptWeight(LinearFunction):
+    """A product with the weight of a base that is kept in half precision (see `Parameter.kept`).
+
+    Each pass widens the weight anew, so that no wide copy of it stays between the two.
+    """
+
+    __slots__ = ()
+
+    traits = Traits(
+        onnx=NotExported("merge the adapters first, as nnmpi export --merge does"),
+        channels=Channels.LAST,
+        products=lambda f, y, x, *_: y.size * x.shape[-1],
+        tested_in="tests/nn/test_lora.py",
+    )
+
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """Return x and b as a product's inputs, and the weight as it is kept."""
+        x, weight, bias = inputs
+        (x, bias), low = super().raised((x, bias))
+        # of shards it is called again, with the tensor that is kept
+        return (x, weight if weight.kept is None else weight.kept, bias), low
+
+    def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        y = super().forward(x, cast(weight, self.product_dtype or x.dtype), bias)
+        rows, used, *others = self.saved
+        self.saved = (rows, None if used is None else weight, *others)
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        rows, weight, *others = self.saved
+        if weight is not None:
+            weight = self.matrix(cast(weight, self.product_dtype or grad.dtype))
+        self.saved = (rows, weight, *others)
+        return super().backward(grad)
+
+    def matrix(self, weight: Array) -> Array:
+        """Return the matrix (in, out) of a weight."""
+        return weight
+
+
+class KeptTable(KeptWeight, TransposedLinearFunction):
+    """x W^T, likewise."""
+
+    __slots__ = ()
+
+    def matrix(self, weight: Array) -> Array:
+        """Return the matrix (in, out) of a weight."""
+        return weight.T
+
+
+class KeptPart(KeptWeight, PartialLinear):
+    """x W as a partial sum over ranks, likewise."""
+
+    __slots__ = ()
+
+
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
     """Return an array for input i's gradient: the parameter's buffer if it is contiguous."""
     target = function.into(i)
@@ -196,7 +254,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UsageError: for tf32 with NumPy's arrays, and for an embedding's table.
     """
     check_linear("linear", x, weight, bias)
-    return LinearFunction()(x, weight, bias)
+    function = LinearFunction if weight.kept is None else KeptWeight
+    return function()(x, weight, bias)
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -217,7 +276,8 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
             f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and"
             " (out, in)"
         )
-    return TransposedLinearFunction()(x, weight, None)
+    function = TransposedLinearFunction if weight.kept is None else KeptTable
+    return function()(x, weight, None)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -226,7 +286,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     Same arguments and errors as `linear`.
     """
     check_linear("linear", x, weight, None)
-    return PartialLinear()(x, weight, None)
+    function = PartialLinear if weight.kept is None else KeptPart
+    return function()(x, weight, None)
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -241,7 +302,8 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
             f"{name} reads a weight (in, out), but this one is an embedding's table (rows,"
             " features); call nnmpi.nn.TiedLinear(embedding), or ops.linear_transposed(x, weight)"
         )
-    inputs, matrix = x._data, weight._data
+    inputs = x._data
+    matrix = weight._data if weight.kept is None else weight.kept._data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
         raise ShapeError(

@@ -39,5 +39,5 @@ def share_experts(model: Module, group: Group) -> None:
             part = type(full)(region.local_shape, full.init, region, group)
             part.requires_grad, part.rank_local = full.requires_grad, True
             if full.is_base:
-                part.make_base()
+                part.make_base(full.base_dtype)
             module.set_child(name, part)

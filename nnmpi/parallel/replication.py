@@ -95,8 +95,12 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
     """
     model.storage.distributed = True
     entries = model.entries() if parameters else dict(model.named_buffers())
-    entries |= dict(model.named_base())
-    for array in [item.data for item in entries.values() if not getattr(item, "rank_local", False)]:
+    entries |= {name: item for name, item in model.named_base() if item.home is None}
+    for item in entries.values():
+        if getattr(item, "rank_local", False):
+            continue
+        kept = getattr(item, "kept", None)
+        array = item.data if kept is None else kept.data.view(np.uint16)
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)
         if values is not array:

@@ -72,4 +72,4 @@ def _dtype_of(x: Any) -> Any:
     kind = type(x)
     if not hasattr(kind, "dtype"):
         return None
-    return x._data.dtype if hasattr(kind, "_data") else x.dtype  # a tensor's without a call
+    return (x.wide or x._data.dtype) if hasattr(kind, "_data") else x.dtype  # without a call

@@ -122,6 +122,7 @@ class Variable:
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None. Only parameters have one.
         version: the version counter of the values; None for all but parameters.
+        kept, wide: see `Parameter`; None for all but some parameters.
         made_by: the operation or layer whose result this is, if it is often taken for something
             else: "sigmoid", "softmax", "LSTM" ...; or "".
     """
@@ -150,6 +151,8 @@ class Variable:
     made_by: str
     guard: Callable[[], None] | None = None
     version: Version | None = None
+    kept: Any = None
+    wide: Dtype | None = None
 
     @property
     def data(self) -> Array:

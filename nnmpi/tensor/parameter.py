@@ -20,7 +20,8 @@ from weakref import ref
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, namespace, zeros
+from nnmpi.backend.array import Array, Dtype, Shape, namespace, zeros
+from nnmpi.backend.kernels import cast
 from nnmpi.backend.recording import active, call
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
@@ -67,6 +68,11 @@ class Parameter(Tensor):
         rank_local: whether each data-parallel rank has a different shard, as of experts. Its
             gradient is complete on its owner and is not summed over the ranks.
         is_base: whether it is of the base that adapters change (see `make_base`).
+        base_dtype: the half precision in which a base is to keep its values; None for the model's
+            dtype.
+        kept: the tensor of these values, and wide, the model's dtype; None for any other parameter.
+            Who reads `data` gets a new array of that dtype; products and embeddings read `kept`.
+        home: the sharded storage that has a base's values, a part of them on each rank; else None.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None.
 
@@ -86,13 +92,17 @@ class Parameter(Tensor):
 
     __slots__ = (
         *("rank_local", "declared", "guard", "init", "room", "name", "ranks", "region"),
-        *("version", "is_base"),
+        *("version", "is_base", "base_dtype", "kept", "wide", "home"),
     )
 
     is_table: ClassVar[bool] = False
     trees: ClassVar[int] = 0  # counts up with each one made, and when a module gets a part
     guard: Callable[[], None] | None
     version: Version | None
+    base_dtype: Dtype | None
+    kept: Tensor | None
+    wide: Dtype | None
+    home: Any
 
     def __init__(
         self,
@@ -123,6 +133,7 @@ class Parameter(Tensor):
         self.name, self.region, self.ranks = "", region, ranks
         self.rank_local, self.room = False, ""
         self.requires_grad, self.is_base = True, False
+        self.base_dtype = self.kept = self.wide = self.home = None
         self._unbind()
 
     def _unbind(self) -> None:
@@ -149,27 +160,72 @@ class Parameter(Tensor):
             "region",
             "requires_grad",
             "is_base",
+            "base_dtype",
             "data",
         )
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._unbind()
+        self.kept = self.wide = self.home = None
         for name, value in state.items():
             setattr(self, name, value)
         if self.is_base:
-            self.make_base()
+            self.make_base(self.base_dtype)
 
-    def make_base(self) -> None:
+    def make_base(self, dtype: Dtype | None = None) -> None:
         """Freeze it for good: no storage, gradient, optimizer state or message has it from now on.
 
         It keeps its values, in an array of its own. Its model is initialized afterwards.
+
+        Args:
+            dtype: see `base_dtype`.
         """
-        if hasattr(self, "data"):
-            self._data = self._data.copy()  # frees the storage that it was a part of
+        values = self._data.copy() if hasattr(self, "_data") else None  # frees the storage
         self._unbind()
         self.requires_grad, self.is_base, self.guard = False, True, self._refuse_gradient
+        self.base_dtype = dtype
+        if values is not None:
+            self.hold(values)
         Parameter.trees += 1
+
+    def hold(self, values: Array) -> None:
+        """Give a base its values, which it keeps in `base_dtype`.
+
+        Args:
+            values: in the model's dtype; the array may become the parameter's own.
+        """
+        if self.base_dtype is not None:
+            self.wide, values = values.dtype, cast(values, self.base_dtype)
+        if self.home is not None:
+            self.home.fill(self, values)
+            return
+        self.drop()
+        self.place(values)
+
+    def place(self, values: Array) -> None:
+        """Let an array be the values, in the dtype in which they are kept."""
+        if self.base_dtype is None:
+            self.data = values
+        else:
+            self.kept = Tensor(values)
+
+    def drop(self) -> None:
+        """Let go of the values."""
+        if self.kept is not None:
+            self.kept = None
+        elif hasattr(self, "_data"):
+            del self._data
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it has values, on this rank now."""
+        return self.kept is not None or hasattr(self, "_data")
+
+    @property
+    def stored(self) -> Array:
+        """The array that holds the values, of a base perhaps in half precision."""
+        return self._data if self.kept is None else self.kept._data
 
     def _refuse_gradient(self) -> None:
         raise UsageError(
@@ -255,7 +311,13 @@ class Parameter(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or a property that reads one
-        if name in ("data", "_data") and self.version is not None:
+        if name in ("data", "_data") and self.kept is not None:
+            assert self.wide is not None
+            values = cast(self.kept._data, self.wide)
+            if isinstance(values, np.ndarray):  # who would write to it would change nothing
+                values.flags.writeable = False
+            return values
+        if name in ("data", "_data") and (self.version is not None or self.home is not None):
             raise UninitializedError(
                 f"{self.name} is not on this rank now: ZeRO 3 gathers a layer's weights while the"
                 " model's forward computes with them; use them there, or give"

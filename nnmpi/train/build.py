@@ -141,7 +141,8 @@ def _build_sequence_model(
     model = size.build(dropout_of(config))
     config = with_adapter(config)  # a plan has not read its folder
     if config.lora is not None:
-        adapt(model, config.lora, config.lora_alpha, config.lora_targets, config.lora_dropout)
+        settings = config.lora_alpha, config.lora_targets, config.lora_dropout, config.base_dtype
+        adapt(model, config.lora, *settings)
     return model
 
 

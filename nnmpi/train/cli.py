@@ -67,7 +67,7 @@ RANKS = ("--ranks", "-n")
 # Options that cannot change on resume: weights, data and sample order depend on them.
 FIXED = """
 model hidden activation dropout layers features heads kv_heads theta tied experts experts_top
-experts_capacity context lora lora_alpha lora_targets lora_dropout
+experts_capacity context lora lora_alpha lora_targets lora_dropout base_dtype
 dataset target tokenizer text_columns text_samples test_fraction stratify sample_weight normalize
 partition
 shuffle_block batch_size optimizer loss class_weights dtype seed sum compress best_by

@@ -65,6 +65,7 @@ NO_ADAPTERS: Mapping[str, Any] = {
     "lora_alpha": None,
     "lora_targets": "q,v",
     "lora_dropout": 0.0,
+    "base_dtype": None,
     "adapter": None,
 }
 NOT_OF_TOKENS = (
@@ -231,6 +232,10 @@ class ModelConfig:
     """
     lora_dropout: float = 0.0
     """With --lora: the probability of dropping an element of an addition's input."""
+    base_dtype: Literal["bf16"] | None = None
+    """With --lora: keep the tables and matrices of --pretrained in bfloat16, in half of the memory;
+    each is widened to --dtype while its layer computes (default: --dtype).
+    """
     adapter: Path | None = None
     """Go on with the additions in a folder of PEFT's, such as RUN/adapter of --lora, instead of new
     ones; --lora and the options beside it are then as saved there.
@@ -252,7 +257,8 @@ class ModelConfig:
         check_numbers(self, "lora_alpha", 0, above=True)
         check_numbers(self, "lora_dropout", 0, 1)
         adapters = [name for name, usual in NO_ADAPTERS.items() if getattr(self, name) != usual]
-        settings = [flag_of(name) for name in adapters if name not in ("lora", "adapter")]
+        without_rank = ["lora", "adapter", *(["base_dtype"] if self.adapter else [])]
+        settings = [flag_of(name) for name in adapters if name not in without_rank]
         require(
             self.lora is not None or not settings,
             f"{', '.join(settings)}: give --lora RANK, too; an --adapter has its own",

@@ -214,9 +214,11 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
 
 def _parameters(trainer: Trainer) -> str:
     local, where = trainer.model.storage.size, trainer.arrangement
-    base = sum(item.size for _, item in trainer.model.named_base())
-    if base:
-        return f"{local:,} parameters in adapters to {base:,} on rank 0"
+    weights = [item for _, item in trainer.model.named_base()]
+    if weights:
+        of = " of bfloat16" if any(item.base_dtype for item in weights) else ""
+        base = sum(item.size for item in weights)
+        return f"{local:,} parameters in adapters to {base:,}{of} on rank 0"
     if where.elements == local:
         return f"{local:,} parameters"
     return f"{where.elements:,} parameters, {local:,} of them on rank 0"

@@ -255,7 +255,7 @@ def _check_adapter(model: ModelConfig, base: str) -> None:
     if trained_on and trained_on != base:
         raise DataError(
             f"--adapter {model.adapter} was trained on other weights than those of --pretrained"
-            f" {model.pretrained}; give the ones that it was trained on"
+            f" {model.pretrained}, or on these in another --base-dtype; give what it was trained on"
         )
 
 

@@ -111,14 +111,16 @@ def llama(*_, tied=True):
     )
 
 
-def adapted(*_, targets="all-linear", **more):
+def adapted(*_, targets="all-linear", base_dtype=None, **more):
     """Return a small GPT with adapters, which drop elements of their own."""
-    return nn.adapt(gpt(**more), rank=3, alpha=10, targets=targets, dropout=0.3)
+    settings = {"rank": 3, "alpha": 10, "dropout": 0.3, "base_dtype": base_dtype}
+    return nn.adapt(gpt(**more), targets=targets, **settings)
 
 
-def adapted_llama(*_):
+def adapted_llama(*_, base_dtype=None):
     """Return a small Llama with adapters."""
-    return nn.adapt(llama(tied=False), rank=3, targets="all-linear", dropout=0.3)
+    settings = {"rank": 3, "dropout": 0.3, "base_dtype": base_dtype}
+    return nn.adapt(llama(tied=False), targets="all-linear", **settings)
 
 
 def lstm(*_, tied=True):
@@ -267,6 +269,7 @@ ZERO_MLP = Setup(
     **MOMENTUM,
 )
 ADAPTED = replace(GPT, model=adapted)
+LOW_BASE = replace(LLAMA, model=adapted_llama, model_options={"base_dtype": "bf16"})
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
@@ -460,6 +463,8 @@ SINGLE = [
     (ADAPTED, Layout(sp=2, tp=2, sp_attention="ring")),
     (replace(LLAMA, model=adapted_llama), Layout(sp=2, tp=2, sp_attention="ring")),
     (replace(LLAMA, model=adapted_llama), Layout(dp=2, tp=3, zero=3, unit_bytes=1)),
+    (LOW_BASE, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
+    (LOW_BASE, Layout(sp=2, pp=2, split=(3, 4), sp_attention="ring", activation_memory="least")),
     (ADAPTED, Layout(sp=2, pp=2, split=(4, 4), activation_memory="least")),
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages

@@ -64,11 +64,20 @@ def spoil(folder):
     save_file(values, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("layout, ranks", [("--zero 3", 3), ("--tp 2 --pp 2 --split 4,4", 4)])
-def test_a_layout_has_the_serial_run_and_its_checkpoints(layout, ranks):
+@pytest.mark.parametrize(
+    "layout, ranks, low",
+    [
+        ("--zero 3", 3, ""),
+        ("--tp 2 --pp 2 --split 4,4", 4, ""),
+        ("--zero 3 --tp 2", 4, "--base-dtype bf16"),
+        ("--pp 2 --split 4,4", 2, "--base-dtype bf16"),
+    ],
+)
+def test_a_layout_has_the_serial_run_and_its_checkpoints(layout, ranks, low):
     """Which have adapters alone, and are resumed by another layout."""
-    expected = train("serial", f"{LORA} {STEPS} --max-steps 6")
-    assert train("run", f"{LORA} {STEPS} --max-steps 6 --stop-after 3 {layout}", ranks)
+    steps = f"{STEPS} --max-steps 6 {low}"
+    expected = train("serial", f"{LORA} {steps}")
+    assert train("run", f"{LORA} {steps} --stop-after 3 {layout}", ranks)
     on_ranks(main, "--resume run --stop-after 6 --tp 1 --pp 1")
     mine, serial = arrays("run"), arrays("serial")
     assert {name.rpartition(".")[2] for name in mine} == {"lora_a", "lora_b"}
@@ -76,6 +85,8 @@ def test_a_layout_has_the_serial_run_and_its_checkpoints(layout, ranks):
     for name, array in serial.items():
         np.testing.assert_allclose(mine[name], array, rtol=0, atol=1e-12, err_msg=name)
     assert expected and np.isclose(spread("run"), spread("serial"), rtol=1e-12)
+    on_ranks(export, "run --merge")
+    assert np.isclose(spread("run/merged"), spread("serial"), rtol=1e-12)
 
 
 def spread(run):
@@ -106,6 +117,20 @@ def test_a_llama_has_adapters_by_its_layers_names():
     on_ranks(export, "run --merge")
     assert np.isclose(spread("run"), spread("run/merged"), rtol=1e-12)
     assert not np.isclose(spread("run"), spread("llama"), rtol=1e-3)
+
+
+def test_a_base_in_bfloat16_stays_so():
+    """In a run that goes on, and with its adapter."""
+    low = "--base-dtype bf16"
+    train("wide", f"{LORA} --max-steps 1")
+    sentence = "the run has no --base-dtype, which cannot change to --base-dtype bf16"
+    usage_error(sentence, on_ranks, main, f"--resume wide --max-steps 4 {low}")
+    train("run", f"{LORA} {STEPS} --max-steps 2 {low}")
+    words = f"{GPT} --pretrained base --adapter run/adapter --max-steps 1 --lr 1e-30"
+    data_error("or on these in another --base-dtype", train, "x", words)
+    train("more", f"{words} {low}")
+    assert spread("more") == spread("run")
+    usage_error("--base-dtype: give --lora RANK", train, "x", f"{GPT} --pretrained base {low}")
 
 
 def test_another_base_is_refused():

@@ -446,7 +446,8 @@ class ModelShapes:
             for stages in self._stages_of(division):
                 part, units = ModelPart(model, list(chain.from_iterable(stages))), None
                 if zero > 1:
-                    cut = [cut_runs(layers, UNIT_BYTES[zero], itemsize) for layers in stages]
+                    limit = UNIT_BYTES[zero]
+                    cut = [cut_runs(layers, limit, itemsize, zero) for layers in stages]
                     units = as_units(part, list(chain.from_iterable(cut)), tied)
                 parts.append((part, units))
         return tuple(
@@ -693,7 +694,10 @@ class Pricer:
         times = candidate.microbatches if piped else 1
         halved = piped and Kind.W in self._stages(candidate)[0].kinds
         gathers = times * (2 + halved) if candidate.zero == 3 else 1
-        for nbytes in max(states, key=lambda item: item.total).lengths:
+        largest = max(states, key=lambda item: item.total)
+        for nbytes in () if in_memory else largest.gathered:
+            yield "all-gather", groups, nbytes, gathers
+        for nbytes in largest.lengths:
             if in_memory:  # one shared copy: nothing to gather
                 yield SHARED, groups, nbytes, 0.5
             else:

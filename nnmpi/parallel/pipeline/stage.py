@@ -26,6 +26,7 @@ from nnmpi.memory.fitting import StageCost
 from nnmpi.memory.store import (
     SavedArrays,
     Store,
+    arrays_of,
     operations_of,
     owner_id,
     saved_memory,
@@ -36,6 +37,7 @@ from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import CommonRoot
 from nnmpi.tensor.operand import values_or_refuse
+from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import graph_alone
 
@@ -99,12 +101,14 @@ class Stage:
         recomputes: whether only a microbatch's input is kept, and the rest computed again; it may
             change between passes.
         is_cut: whether it is one of several stages.
+        base: the weights that adapters change, which operations save and no pass allocates.
     """
 
     run: RunStage
     is_last: bool = True
     recomputes: bool = False
     is_cut: bool = False
+    base: Sequence[Parameter] = ()
 
 
 class Flight:
@@ -155,7 +159,7 @@ class Flight:
             if self._meter is None:
                 return run()
             result, most, left = self._meter.measure(run)
-        cost = _cost(leaves, result[0], (clock.now() - begin) * recomputing)
+        cost = _cost(leaves, result[0], (clock.now() - begin) * recomputing, self._stage.base)
         known = cost.inner + cost.outputs
         # of a plan, whose layers have graphs of their own
         self._unknown = max(0, left - known)
@@ -219,7 +223,8 @@ class Flight:
     def send_out(self, store: Store, backend: Backend) -> None:
         """Start to move what the microbatch saved to a store, without its inputs and outputs."""
         nodes, ends = operations_of(self.outputs), [*self._leaves, *self.outputs]
-        self._away = SavedArrays(nodes, [*weights_of(nodes), *(x._data for x in ends)], backend)
+        weights = [*weights_of(nodes), *arrays_of(self._stage.base)]
+        self._away = SavedArrays(nodes, [*weights, *(x._data for x in ends)], backend)
         self._away.send(store)
 
     def drop(self) -> None:
@@ -233,10 +238,15 @@ class Flight:
         self._away.fetch()
 
 
-def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -> StageCost:
+def _cost(
+    leaves: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    seconds: float,
+    base: Sequence[Parameter],
+) -> StageCost:
     """Return the cost of a microbatch, from its graph."""
     nodes = operations_of(outputs)
-    saved = saved_memory(nodes, weights_of(nodes))
+    saved = saved_memory(nodes, [*weights_of(nodes), *arrays_of(base)])
     inputs, ends = (
         {owner_id(x._data): x._data.nbytes for x in tensors} for tensors in (leaves, outputs)
     )

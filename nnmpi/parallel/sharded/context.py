@@ -87,7 +87,7 @@ class ParameterSharder:
             part = self._cut[full] = Parameter(region.local_shape, full.init, region, self.group)
             part.requires_grad, part.room = full.requires_grad, room
             if full.is_base:
-                part.make_base()
+                part.make_base(full.base_dtype)
         part = self._cut.get(full, full)
         if part.region != region:
             raise LayoutError(

@@ -44,6 +44,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.kernels import cast
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.shard import buckets, common, part, split
 from nnmpi.comm.agreement import refuse_different
@@ -57,7 +58,7 @@ from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.comm.world import Traffic
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
+from nnmpi.nn.chain import ChainLayer, ModelPart, base_of, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
@@ -78,6 +79,7 @@ PLACES = (
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
+MATRIX = 2  # axes: what has fewer is no thousandth of a base, and stays whole on each rank
 
 
 class MessageTransport:
@@ -109,7 +111,8 @@ class MessageTransport:
                 continue
             self._gathers[i] = bind(full, tag=i, operation=ALL_GATHER.name)
             # MPI's own is not bound: binding it would keep a copy of each summed array
-            if algorithm != NATIVE or grads[i].nbytes > MAX_MESSAGE_BYTES:
+            is_bound = algorithm != NATIVE or grads[i].nbytes > MAX_MESSAGE_BYTES
+            if is_bound and storage.has_grads:
                 tag = len(data) + i
                 self._sums[i] = bind(grads[i], tag=tag, operation=REDUCE_SCATTER.name)
 
@@ -188,8 +191,8 @@ class MessageTransport:
                 if i in self._gathers:
                     self._gathers[i].wait()
         self._resident[number] = True
-        for parameter, data in self._hidden.get(number, ()):
-            parameter.data = data
+        for parameter, values in self._hidden.get(number, ()):
+            parameter.place(values)
 
     def release(self, *numbers: int) -> None:
         """Free units' slots; first complete the gathers that were started and never awaited.
@@ -202,7 +205,7 @@ class MessageTransport:
                 self._wait(number)
                 del self._resident[number]
                 for parameter, _ in self._hidden.get(number, ()):
-                    del parameter._data
+                    parameter.drop()
 
     def hide(self) -> None:
         """Let parameters have values only while these are gathered, for passes of a user's own."""
@@ -210,8 +213,8 @@ class MessageTransport:
         for span in storage.spans if storage.stage == 3 else ():
             if not storage.rank_local[span.buffer]:
                 rows = self._hidden.setdefault(storage.unit_of(span), [])
-                rows.append((span.parameter, span.parameter.data))
-                del span.parameter._data
+                rows.append((span.parameter, span.parameter.stored))
+                span.parameter.drop()
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -302,13 +305,15 @@ class ShardedStorage(FlatStorage):
         stage, ranks: as given.
         transport: how the ranks exchange arrays; it gathers units, and frees their slots.
         pieces: by unit: the numbers of its arrays.
+        bases: in stage 3, the storages of the base that adapters change; they follow this one.
+        has_grads: whether its parameters have gradients.
         in_program: whether a pass's program gathers and frees the weights now.
 
     Raises:
         UsageError: for an unknown stage.
     """
 
-    in_program = False
+    in_program, has_grads = False, True
 
     def __init__(
         self,
@@ -334,7 +339,7 @@ class ShardedStorage(FlatStorage):
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
-        self.units, _ = units or cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
+        self.units, _ = units or cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize, stage)
         unit_of = {
             item: number for number, unit in enumerate(self.units) for item in unit.parameters
         }
@@ -349,6 +354,12 @@ class ShardedStorage(FlatStorage):
         self.known_groups = set(self.groups)
         self.distributed = True
         self._fresh = [True] * len(self.data)  # nothing was accumulated since `zero_grad`
+        self.bases: list[BaseStorage] = []
+        if stage == 3 and self.has_grads and ranks.size > 1:
+            dtypes = {
+                item.base_dtype or self.dtype: () for unit in self.units for item in unit.base
+            }
+            self.bases = [BaseStorage(model, self, allocate, dtype) for dtype in dtypes]
 
     # ---- layout ----
 
@@ -356,6 +367,7 @@ class ShardedStorage(FlatStorage):
         self, lengths: Sequence[int], dtype: Any, allocate: Allocate
     ) -> tuple[list[Array], list[Array]]:
         self._layout = list(lengths), dtype
+        self._grad_lengths = list(lengths) if self.has_grads else [0] * len(lengths)
         self._rooms: list[Array] = []  # slots and scratch
         self.pieces: dict[int, list[int]] = {
             number: [] for number in (COMMON, *range(len(self.units)))
@@ -368,16 +380,14 @@ class ShardedStorage(FlatStorage):
             for length, is_own in zip(lengths, self.rank_local, strict=True)
             for item in [part(length, self.ranks.size, self.ranks.rank)]
         ]
-        data, grads = (
-            self._lay_out(lengths, dtype, allocate, count, allocate)
-            for count in (2 * (self.stage == 3), self.stage >= 2)
-        )
+        data = self._lay_out(lengths, dtype, allocate, 2 * (self.stage == 3), allocate)
+        grads = self._lay_out(self._grad_lengths, dtype, allocate, self.stage >= 2, allocate)
         for full, item, grad, is_own in zip(data, self.slices, grads, self.rank_local, strict=True):
             local, local_grad = full[item], grad[item]
             if self.stage == 3 and not is_own:
                 local = (allocate if self._store is None else self._store.zeros)(len(local), dtype)
             if self.stage >= 2 and not is_own:
-                local_grad = allocate(len(local), dtype)
+                local_grad = allocate(len(local_grad), dtype)
             self.data.append(local)
             self.grads.append(local_grad)
         return data, grads
@@ -504,7 +514,12 @@ class ShardedStorage(FlatStorage):
         return self.transport.is_shared
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """See `FlatStorage.held_bytes`; the third number counts slots and scratch."""
+        """See `FlatStorage.held_bytes`, with the base; the third counts slots and scratch."""
+        kinds = zip(self._own_bytes(), *(base.held_bytes() for base in self.bases), strict=True)
+        parameters, gradients, buffers = map(sum, kinds)
+        return parameters, gradients, buffers
+
+    def _own_bytes(self) -> tuple[int, int, int]:
         local = [] if self._store is not None else self.data
         parameters = sum(
             array.nbytes
@@ -617,13 +632,15 @@ class ShardedStorage(FlatStorage):
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED):
             try:
                 self._share(group, SharedMemory(group))
-                return ""
             except DeviceError as error:
                 if algorithm == SHARED:
                     raise
                 notice = f"ranks of one node send messages: {error}"
-        name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
-        self.transport = MessageTransport(self, group, name)
+        if not self.transport.is_shared:
+            name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
+            self.transport = MessageTransport(self, group, name)
+        for base in self.bases:
+            notice = base.connect(group.duplicate(), algorithm) or notice
         return notice
 
     def _share(self, group: Group, memory: SharedMemory) -> None:
@@ -636,7 +653,7 @@ class ShardedStorage(FlatStorage):
             ]
             places = 2 * memory.size, np.dtype("int64")
             at, *data = memory.common_all([places, *((length, dtype) for length in shared)])
-            grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
+            grads = self._lay_out(self._grad_lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
             memory.free()
             raise
@@ -667,6 +684,30 @@ class ShardedStorage(FlatStorage):
         with self.ranks.collective(ALL_GATHER.name):
             self.transport.publish()
 
+    def start(self, number: int) -> None:
+        """Start to gather a unit's parameters, with its base, unless they are there."""
+        for storage in (self, *self.bases):
+            storage.transport.start(number)
+
+    def acquire(self, number: int, following: int | None = None) -> None:
+        """Wait until a unit's parameters and its base are gathered. Collective.
+
+        Args:
+            number, following: see `MessageTransport.acquire`.
+        """
+        for storage in (self, *self.bases):
+            storage.transport.acquire(number, following)
+
+    def release(self, *numbers: int) -> None:
+        """Free units' slots; see `MessageTransport.release`."""
+        for storage in (self, *self.bases):
+            storage.transport.release(*numbers)
+
+    def hide(self) -> None:
+        """Let parameters have values only while these are gathered."""
+        for storage in (self, *self.bases):
+            storage.transport.hide()
+
     def unit_of(self, span: Span) -> int:
         """Return the unit of a parameter; COMMON for this rank's own, too."""
         return next((unit for unit, its in self.pieces.items() if span.buffer in its), COMMON)
@@ -678,9 +719,12 @@ class ShardedStorage(FlatStorage):
 
     def disconnect(self) -> None:
         """Free the communicator, and move to this rank's private memory. Collective."""
+        for base in self.bases:
+            base.disconnect()
         transport, self.transport = self.transport, MessageTransport(self)
         if transport.is_shared:
-            grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
+            _, dtype = self._layout
+            grads = self._lay_out(self._grad_lengths, dtype, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = self._with_own([local.copy() for local in self.data], self.data)
                 data = [
@@ -691,6 +735,107 @@ class ShardedStorage(FlatStorage):
             self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
             self.version.meet = int
         transport.free()
+
+
+class BaseStorage(ShardedStorage):
+    """The matrices of a base that adapters change, sharded as weights are in stage 3.
+
+    They are never trained: they have no gradients, and no optimizer sees them. Other weights of a
+    base, such as norms, are on each rank.
+
+    Args:
+        model: the owner.
+        trained: the storage of its adapters, with the same units.
+        allocate: see `FlatStorage`.
+        dtype: of the matrices that are stored here.
+    """
+
+    has_grads = False
+
+    def __init__(
+        self, model: Module, trained: ShardedStorage, allocate: Allocate, dtype: Any
+    ) -> None:
+        weights = {
+            name: item
+            for name, item in model.named_base()
+            if is_shared_base(item) and (item.base_dtype or trained.dtype) == dtype
+        }
+        for name, item in weights.items():
+            if item.home is not None:
+                raise UsageError(
+                    f"ranks share {name}, of the base that adapters change; build the model again"
+                )
+        here = {*weights.values()}
+        units = tuple(
+            Unit(unit.layers, tuple(item for item in unit.base if item in here))
+            for unit in trained.units
+        )
+        given = {item: item.stored for item in here if item.has_values}
+        self._filled = {*given}
+        self._span_of: dict[Parameter, Span] = {}
+        # each is written below, when all have their places
+        shapes: Any = weights
+        super().__init__(
+            weights,
+            shapes,
+            allocate,
+            None,
+            dtype,
+            model=model,
+            ranks=trained.ranks,
+            stage=3,
+            units=(units, ()),
+        )
+        self._span_of = {span.parameter: span for span in self.spans}
+        while given:
+            self.fill(*given.popitem())
+
+    def write(self, span: Span, value: Any) -> None:
+        """Write values; a parameter that stands for its own has none yet."""
+        if value is not span.parameter:
+            super().write(span, value)
+
+    def fill(self, parameter: Parameter, values: Array) -> None:
+        """Give a parameter its values, of which this rank keeps a part."""
+        self._filled.add(parameter)
+        self.write(self._span_of[parameter], cast(values, self.dtype))
+
+    def has(self, parameter: Parameter) -> bool:
+        """Return whether a parameter has got values."""
+        return parameter in self._filled
+
+    def view_of(self, parameter: Parameter) -> ShardedArray:
+        """Return this rank's part of a parameter."""
+        return self.view(self._span_of[parameter], self.data)
+
+    def give_back(self) -> None:
+        """Give each rank all values again, in memory of its own. Collective."""
+        for parameter in self._span_of:
+            values = self.view_of(parameter).gather()
+            parameter.home = None
+            parameter.drop()
+            parameter.place(values)
+
+    def _bind(self, span: Span) -> Any:
+        """See `FlatStorage._bind`."""
+        parameter = span.parameter
+        values = self._data[span.buffer][span.start : span.stop].reshape(parameter.declared)
+        if not is_device(values):
+            values.flags.writeable = False
+        parameter.drop()
+        parameter.home = self
+        parameter.place(values)
+        return parameter, values, None
+
+
+def is_shared_base(parameter: Parameter) -> bool:
+    """Return whether ZeRO 3 shards a parameter of a base."""
+    return parameter.ndim >= MATRIX and not parameter.rank_local
+
+
+def base_itemsize(parameter: Parameter, itemsize: int) -> int:
+    """Return the bytes of an element of a base, in a model whose elements have `itemsize`."""
+    return itemsize if parameter.base_dtype is None else parameter.base_dtype.itemsize
 
 
 def sharded(
@@ -719,29 +864,34 @@ def sharded(
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A run of layers; its parameters are those that no other unit uses."""
+    """A run of layers; its parameters are those that no other unit uses.
+
+    Attributes:
+        base: of these layers, what ranks share of it.
+    """
 
     layers: tuple[ChainLayer, ...]
     parameters: tuple[Parameter, ...]
+    base: tuple[Parameter, ...] = ()
 
 
 UnitCut: TypeAlias = tuple[tuple[Unit, ...], tuple[Parameter, ...]]
 """The units, and the parameters that are in none, as several units use them."""
 
 
-def cut_units(model: Module, limit_bytes: int, itemsize: int) -> UnitCut:
+def cut_units(model: Module, limit_bytes: int, itemsize: int, stage: int = 1) -> UnitCut:
     """Cut a model's chain into units; return them, and the parameters that several units use.
 
     Args:
         model: a sequence, or a part of one; any other module is one unit.
-        limit_bytes, itemsize: see `cut_runs`.
+        limit_bytes, itemsize, stage: see `cut_runs`.
     """
     layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
-    return as_units(model, cut_runs(layers, limit_bytes, itemsize))
+    return as_units(model, cut_runs(layers, limit_bytes, itemsize, stage))
 
 
 def cut_runs(
-    layers: Sequence[ChainLayer], limit_bytes: int, itemsize: int
+    layers: Sequence[ChainLayer], limit_bytes: int, itemsize: int, stage: int = 1
 ) -> list[tuple[ChainLayer, ...]]:
     """Cut layers into runs for units.
 
@@ -753,6 +903,7 @@ def cut_runs(
         layers: of a chain.
         limit_bytes: at least 1.
         itemsize: bytes of an element.
+        stage: of ZeRO; stage 3 shards a base, too.
     """
     blocks = [
         tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])
@@ -762,8 +913,10 @@ def cut_runs(
     sizes = [0]
     for block in blocks:
         new = [item for item in parameters_of(block) if not (item.rank_local or item in seen)]
+        if stage == 3:
+            new += [item for item in base_of(block) if is_shared_base(item) and item not in seen]
         seen.update(new)
-        size = sum(item.size for item in new) * itemsize
+        size = sum(item.size * base_itemsize(item, itemsize) for item in new)
         if size and sizes[-1]:
             merged.append(())
             sizes.append(0)
@@ -786,7 +939,15 @@ def as_units(
     """
     users = Counter(item for run in runs for item in parameters_of(run) if not item.rank_local)
     alone = {item for item, count in users.items() if count == 1} - {*tied}
-    units = [Unit(run, tuple(item for item in parameters_of(run) if item in alone)) for run in runs]
+    readers = Counter(item for run in runs for item in base_of(run) if is_shared_base(item))
+    units = [
+        Unit(
+            run,
+            tuple(item for item in parameters_of(run) if item in alone),
+            tuple(item for item in base_of(run) if readers[item] == 1),
+        )
+        for run in runs
+    ]
     rest = (item for item in model.parameters() if item not in alone and not item.rank_local)
     return tuple(units), tuple(rest)
 
@@ -801,6 +962,7 @@ class StateBytes:
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: the bytes that one gather or sum moves: of each unit, and of the parameters that
             several units use.
+        gathered: the same of what is only gathered, a base.
     """
 
     parameters: int
@@ -808,6 +970,7 @@ class StateBytes:
     optimizer: int
     units: int
     lengths: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -841,7 +1004,8 @@ def predict_bytes(
             None for nothing.
         units: see `ShardedStorage`.
     """
-    cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    limit = unit_bytes or UNIT_BYTES[stage or 1]
+    cut, shared = units or cut_units(model, limit, itemsize, stage)
     runs = [*(unit.parameters for unit in cut), shared]
     order = [item for item in model.parameters() if not item.rank_local]
 
@@ -851,7 +1015,7 @@ def predict_bytes(
     *lengths, rest = [length(parameters) * itemsize for parameters in runs]
     full = sum(lengths) + rest if stage == 1 else length(order) * itemsize
     own = length([item for item in model.parameters() if item.rank_local]) * itemsize
-    base = sum(item.size for _, item in model.named_base()) * itemsize
+    base = _predict_base(model, cut, stage == 3 and size > 1, rank, size, itemsize)
     pieces = [
         length([item for item in parameters if item.room == room])
         for parameters in runs
@@ -859,11 +1023,41 @@ def predict_bytes(
     ]
     local = sum(len(part(length, size, rank)) for length in pieces) * itemsize
     scratch = max(lengths, default=0) + rest
-    slots = 0 if is_node_shared else sum(max(lengths[i::2], default=0) for i in (0, 1)) + rest
+    slots = 0 if is_node_shared else _slots(lengths) + rest + base.units
     return StateBytes(
-        base + own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
+        base.parameters
+        + own
+        + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
         own + (local if stage >= 2 else full),
         (own + (local if stage else full)) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(filter(None, (*lengths, rest))),
+        base.gathered,
     )
+
+
+def _slots(lengths: Sequence[int]) -> int:
+    """Return the bytes of two slots, in which units of these bytes lie by turns."""
+    return sum(max(lengths[i::2], default=0) for i in (0, 1))
+
+
+def _predict_base(
+    model: Module, units: Sequence[Unit], is_sharded: bool, rank: int, size: int, itemsize: int
+) -> StateBytes:
+    """Return the bytes of a base; see `predict_bytes`."""
+    widths = {item: base_itemsize(item, itemsize) for _, item in model.named_base()}
+    shared = [item for item in widths if is_sharded and is_shared_base(item)]
+    in_units = {item for unit in units for item in unit.base}
+    runs = [*(unit.base for unit in units), [item for item in shared if item not in in_units]]
+    own = sum(item.size * width for item, width in widths.items())
+    own -= sum(item.size * widths[item] for item in shared)
+    slots, gathered = 0, list[int]()
+    for width in {widths[item] for item in shared}:
+        *lengths, rest = [
+            width * sum(aligned(item.size, width) for item in run if widths[item] == width)
+            for run in runs
+        ]
+        own += sum(width * len(part(length // width, size, rank)) for length in (*lengths, rest))
+        slots += _slots(lengths) + rest
+        gathered += filter(None, (*lengths, rest))
+    return StateBytes(own, 0, 0, slots, gathered=tuple(gathered))

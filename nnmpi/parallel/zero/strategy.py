@@ -144,6 +144,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
             super().release()
             own.free()
             if values:
+                _return_base(model.storage)
                 model.storage = _rebuild(old, values, FlatStorage)
             raise
         self._in_units = self.meets_in_passes
@@ -157,7 +158,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
             is_chain = bool(layers) and layers[0].module is not model
             self._known = KnownLayers(model, layers if is_chain else ())
         if self._in_units and group.size > 1:
-            self.storage.transport.hide()
+            self.storage.hide()
             for span in self.storage.spans:
                 unit = self.storage.unit_of(span)
                 span.parameter.guard = partial(self._check_unit, unit, span.parameter.name)
@@ -180,25 +181,25 @@ class ShardedDataParallel(Replicas, read_once="stage"):
             return self._forward_model(*inputs, **named)
         refuse_inside("a model that ranks shard")
         storage, units = self.storage, self.storage.units
-        storage.transport.acquire(COMMON)
+        storage.acquire(COMMON)
         if units and units[0].layers[0].module is self.model:  # no chain, thus one unit
-            storage.transport.acquire(0)
+            storage.acquire(0)
             result = self._forward_model(*inputs, **named)
-            storage.transport.release(0)
+            storage.release(0)
         else:
             result = self._forward_chain(*inputs, **named)
-        storage.transport.release(COMMON)
+        storage.release(COMMON)
         return result
 
     def _forward_chain(self, x: Any) -> Any:
         storage, units = self.storage, self.storage.units
         stashed: Stashed = {}
         for number, unit in enumerate(units):
-            storage.transport.acquire(number, number + 1 if number + 1 < len(units) else None)
+            storage.acquire(number, number + 1 if number + 1 < len(units) else None)
             x = run_layers(unit.layers, x, stashed)
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
-            storage.transport.release(number)
+            storage.release(number)
         check_empty(stashed)
         return x
 
@@ -217,17 +218,17 @@ class ShardedDataParallel(Replicas, read_once="stage"):
     def _begin_units(self) -> None:
         self._at = len(self.storage.units) - 1
         if self._in_units:
-            self.storage.transport.acquire(COMMON)
+            self.storage.acquire(COMMON)
             self._acquire(self._at)
 
     def _acquire(self, number: int) -> None:
         """Gather a unit, and begin with the one that a backward pass reaches next."""
-        self.storage.transport.acquire(number, number - 1 if number > 0 else None)
+        self.storage.acquire(number, number - 1 if number > 0 else None)
 
     def _reach(self, number: int) -> None:
         if self._now.last is None and not any(p.requires_grad for p in self.model.parameters()):
             # the pass of another model's strategy, whose loss goes through this one
-            self.storage.transport.acquire(COMMON)
+            self.storage.acquire(COMMON)
             self._acquire(number)
             return
         self._check_pass()
@@ -264,7 +265,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
         """
         while self._at > number:
             self.storage.reduce(self._at)
-            self.storage.transport.release(self._at)
+            self.storage.release(self._at)
             self._at -= 1
             if self._at >= 0:
                 self._acquire(self._at)
@@ -280,7 +281,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
             while self._begin_again(False):
                 self._finish_units(COMMON)
             self.storage.reduce(COMMON)
-            self.storage.transport.release(COMMON)
+            self.storage.release(COMMON)
         self._at = NO_PASS
 
     def finish(self) -> None:
@@ -317,6 +318,7 @@ class ShardedDataParallel(Replicas, read_once="stage"):
             for name, view in views.items()
         }
         self.release()
+        _return_base(storage)
         vars(self.model).pop("forward", None)
         self.model.storage = _rebuild(storage, values, FlatStorage)
 
@@ -337,6 +339,12 @@ class ShardedDataParallel(Replicas, read_once="stage"):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UsageError(NO_GATHER)
+
+
+def _return_base(storage: ShardedStorage) -> None:
+    """Give each rank all of a base again. Collective."""
+    for base in storage.bases:
+        base.give_back()
 
 
 def _rebuild(
