@@ -352,12 +352,17 @@ def settings(section: type[T]) -> type[T]:
     Its constructor refuses unknown names with a suggestion, and values of other types. A class
     attribute `_former` maps former names of options, which programs may still use, to today's.
     """
-    make, hints = section.__init__, cache(lambda: get_type_hints(section, include_extras=True))
+    make = section.__init__
     former: Mapping[str, str] = getattr(section, "_former", {})
+
+    @cache
+    def options() -> dict[str, Any]:
+        hints = get_type_hints(section, include_extras=True)
+        return {item.name: hints[item.name] for item in fields(section)}  # type: ignore[arg-type]
 
     @wraps(make)
     def __init__(self: T, *values: Any, **named: Any) -> None:
-        known = hints()
+        known = options()
         for old in former.keys() & named.keys():
             text = f"{section.__name__}({old}=) is {former[old]}= now"
             warnings.warn(text, DeprecationWarning, stacklevel=2)

@@ -225,7 +225,7 @@ def merge(model: Module) -> dict[str, Array]:
     if weights.keys() != full.keys() or any(item.region is not None for item in weights.values()):
         raise UsageError(
             "this rank has only part of the model, so nn.merge would give part of the weights;"
-            " merge the full model, as nnmpi export --merge does with a run"
+            " merge the full model, as nnmpi export does with a run"
         )
     added = dict(adapters(model))
     own = {f"{name}.{factor}" for name in added for factor in ("lora_a", "lora_b")}
