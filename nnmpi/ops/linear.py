@@ -182,7 +182,7 @@ class KeptWeight(LinearFunction):
     __slots__ = ()
 
     traits = Traits(
-        onnx=NotExported("merge the adapters first, as nnmpi export does"),
+        onnx=NotExported("export the model with its adapters merged, see nn.merge"),
         channels=Channels.LAST,
         products=lambda f, y, x, *_: y.size * x.shape[-1],
         tested_in="tests/nn/test_lora.py",

@@ -198,8 +198,9 @@ def test_a_base_in_bfloat16_is_that_of_its_rounded_weights(build, dtype):
     assert other[1] - held == matrices * (np.dtype(dtype).itemsize - 2)
     weight = dict(model.named_base())["0.tokens.weight"]
     assert weight.dtype == dtype and weight.numpy().dtype == dtype
-    with pytest.raises(ValueError, match="read-only"):
-        weight.data[...] = 0
+    if isinstance(weight.data, np.ndarray):  # a device's arrays are never so
+        with pytest.raises(ValueError, match="read-only"):
+            weight.data[...] = 0
 
 
 @pytest.mark.parametrize("ranks, layout, way, low", LAYOUTS)
