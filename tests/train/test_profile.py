@@ -8,12 +8,14 @@ from nnmpi.train.cli import main
 from tests.harness.commands import on_ranks
 from tests.harness.refusals import usage_error
 
-WORDS = "--dataset digits --model mlp --epochs 1 --batch-size 64"
+WORDS = "--dataset digits --epochs 1"
+USUAL = "--model mlp", "--batch-size 64"
 FACTORS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def trained(capsys, words, ranks):
-    on_ranks(main, f"{WORDS} {words}", ranks)
+    usual = [option for option in USUAL if option.split()[0] not in words]
+    on_ranks(main, " ".join([WORDS, *usual, words]), ranks)
     return capsys.readouterr().out
 
 
