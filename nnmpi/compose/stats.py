@@ -156,9 +156,10 @@ class Totals:
             if predicted_s is None
             else f"predicted {1e3 * predicted_s:.3g} ms"
         )
+        calls = self.comm_calls / steps
         arrays = (
-            f"{self.comm_calls / steps:.3g} calls, {format_bytes(round(self.comm_bytes / steps))}"
-            " of arrays"
+            f"{calls:.3g} {'call' if calls == 1 else 'calls'},"
+            f" {format_bytes(round(self.comm_bytes / steps))} of arrays"
         )
         return (
             f"communication per step: {arrays}; exposed {exposed_ms:.2f} ms, hidden by computing"

@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.base.errors import GraphError, UsageError, counted
 from nnmpi.base.settled import Settled
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
@@ -254,8 +254,9 @@ class RecomputedModel(Settled, read_once="model budget store"):
             moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if"
-            f" all were kept; {price.recomputed} forward passes of {len(self._layers)} layers are"
-            f" recomputed, {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
+            f" all were kept; {counted(price.recomputed, 'recomputation')} in"
+            f" {counted(len(self._layers), 'layer')}, {moved}predicted"
+            f" {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
     def __call__(
