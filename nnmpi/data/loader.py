@@ -184,9 +184,11 @@ class Batch:
 
     def checksum(self) -> int:
         """Return a checksum of labels, weights and samples (on a device, of their indices)."""
-        x = self.x if isinstance(self.x, np.ndarray) else self.indices
-        told = x, self.labels, self.weights
-        return checksum(*(array for array in told if isinstance(array, np.ndarray)))
+        x, labels = self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels
+        # on a device they are those of the indices
+        if self.weights is not None and isinstance(self.weights, np.ndarray):
+            return checksum(x, self.on_host, self.weights)
+        return checksum(x) if labels is None else checksum(x, labels)
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""
