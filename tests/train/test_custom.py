@@ -114,10 +114,8 @@ def student(tmp_path, monkeypatch):
 def run(words, ranks):
     """Return the losses of a short run."""
     folder = Path(f"run{len(list(Path().iterdir()))}")
-    plain = (
-        "--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1"
-    )
-    words = over(plain, words)
+    plain = "--dataset own.py:data --model mlp --hidden 6 4 --dtype float64"
+    words = over(f"{plain} --epochs 2 --log-every 1", words)
     on_ranks(train, [*words.split(), "--out", str(folder)], ranks)
     return [
         item["loss"] for item in read_metrics(folder / "metrics.jsonl") if item["kind"] == "train"
