@@ -147,6 +147,13 @@ def test_it_gives_up_where_nothing_goes_on(play):
     )
 
 
+def test_on_fewer_ranks_the_given_dp_is_replaced(play):
+    """A command refuses an option with two values."""
+    commands, _ = play(*["exit 1"] * 9, words="--dp 4 --model mlp", restarts=5, replica=2)
+    words = {start.split()[1]: words.partition(" --out=")[0] for start, words in commands}
+    assert words == {"4": "--dp 4 --model mlp", "2": "--model mlp --dp auto"}
+
+
 @pytest.mark.parametrize("status", [USAGE, EX_DATAERR, EX_CANTCREAT])
 def test_what_comes_again_is_tried_twice(status, play, tmp_path):
     """Such as a loss that is not finite. No folder is named that is not there."""

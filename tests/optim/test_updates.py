@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi import jit
+from nnmpi import jit, optim
 from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, Lion, RMSprop
+from nnmpi.optim.updates import OPTIMIZERS
 from tests.optim.test_optimizer import CASES
 
 WEIGHTS, GRADS = (
@@ -204,3 +205,9 @@ def test_compiled_as_the_plain_update(name):
         bound = 1e-5 * abs(wide).max()  # Adam's first updates divide numbers near 0 by one another
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=bound)
         assert abs(mine - wide).max() <= 2 * abs(theirs - wide).max() + 1e-7
+
+
+def test_every_named_optimizer_is_offered_to_programs():
+    """One that its module's `__all__` forgot would be an --optimizer alone."""
+    offered = {getattr(optim, name) for name in optim.__all__}
+    assert {row.kind for row in OPTIMIZERS.values()} <= offered
