@@ -20,8 +20,10 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.compose.layout import Degrees, Layout
 from nnmpi.data.readers import is_table
+from nnmpi.models.pretrained import model_named
 from nnmpi.train.computing import make_backend
 from nnmpi.train.config import Config
+from nnmpi.train.folder import find_model
 from nnmpi.train.run import Run, open_run
 
 
@@ -145,5 +147,9 @@ def read_with_train_options(
     defaults = {
         item.name: item.default for item in others if "default" in different.get(item.name, {})
     }
-    config = Config().having(**defaults | given)
+    found = dict[str, Any]()
+    if given.get("pretrained"):  # its config.json says of which model it is
+        folder = find_model(Path(given["pretrained"]))
+        found = {"model": model_named(folder), **given, "pretrained": folder}
+    config = Config().having(**defaults | given | found)
     return *(make_section(section, read) for section in sections), config, given

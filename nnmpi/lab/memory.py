@@ -31,6 +31,7 @@ from nnmpi.lab.pages.page import write_page
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import DIGITS, LayerCost, LayerCosts, Plan, PlanPrice, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.nn.lora import ALL_LINEAR, adapt
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.train.build import build_model
@@ -67,6 +68,8 @@ class MemoryPlanConfig:
     """Measure this model's layers instead."""
     batch: int = 8
     """Batch size, for --model."""
+    lora: int | None = None
+    """For --model: train adapters of this rank to all linear layers, and no other weights."""
     budget: str = "50%"
     """Bytes such as 16MiB, or from 0% (least) to 100% (ordinary)."""
     bandwidth: Bytes | None = None
@@ -79,7 +82,7 @@ class MemoryPlanConfig:
     """Replace files that are there."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "layers batch bandwidth", 1, MOST)
+        check_numbers(self, "layers batch bandwidth lora", 1, MOST)
         require(
             self.model is None or self.layers == MemoryPlanConfig.layers,
             "--layers is for equal layers, and --model has its own; leave one of them out",
@@ -88,6 +91,7 @@ class MemoryPlanConfig:
             self.model is not None or self.batch == MemoryPlanConfig.batch,
             "--batch is for --model; leave it out",
         )
+        require(self.model is not None or self.lora is None, "--lora is for --model; leave it out")
 
 
 def main(words: Sequence[str]) -> str:
@@ -104,9 +108,7 @@ def main(words: Sequence[str]) -> str:
     check_figure(options.svg)
     if options.model is None:
         announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
-    costs = (
-        _equal(options.layers) if options.model is None else _measured(options.model, options.batch)
-    )
+    costs = _equal(options.layers) if options.model is None else _measured(options)
     bandwidth: int | None = options.bandwidth
     plans = OptimalPlans(costs)
     budget = _budget(options.budget, plans)
@@ -159,11 +161,15 @@ def _equal(count: int) -> list[LayerCost]:
     ]
 
 
-def _measured(name: str, batch: int) -> LayerCosts:
+def _measured(options: MemoryPlanConfig) -> LayerCosts:
     """Return the measured costs of a model's layers."""
+    name, batch = str(options.model), options.batch
     shape, classes = SAMPLES.get(name, ((28, 28, 1), 10))
     config = ModelConfig(name, layers=8 if name in TRANSFORMERS else None)
-    model = build_model(config, shape, classes).initialize(seed=0)
+    model = build_model(config, shape, classes)
+    if options.lora is not None:
+        adapt(model, options.lora, targets=ALL_LINEAR)
+    model.initialize(seed=0)
     x, y = SampleConfig(shape, classes).draw(batch, Config(config)).pair(np.arange(batch))
     forward = RecomputedModel(model, None)
     with training():

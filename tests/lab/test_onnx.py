@@ -41,6 +41,8 @@ ZOO = {
     "models.lstm": (partial(models.lstm, 65, 32, 2), (1, 90)),
     "models.gpt": (partial(models.gpt, 65, 16, 32, 2, 4), (1, 16)),
     "models.gpt, experts": (partial(models.gpt, 65, 16, 32, 2, 4, **MIXTURE), (1, 16)),
+    "models.llama": (partial(models.llama, 65, 16, 32, 2, 4, 2, qk_norm=True, bias=True), (1, 16)),
+    "models.gpt, adapted": (lambda: nn.adapt(models.gpt(65, 16, 32, 2, 4), 2), (1, 16)),
 }
 
 
@@ -182,7 +184,7 @@ def case(name):
         buffer.data = (buffer.data + RANDOM.random(buffer.shape)).astype("f4")
 
     def batch(n):
-        if name in TEXT or name.startswith(("models.lstm", "models.gpt")):
+        if name in TEXT or name.startswith(("models.lstm", "models.gpt", "models.llama")):
             return (RANDOM.integers(0, 65, (n, *shape)),)
         x = RANDOM.standard_normal((n, *shape)).astype("f4")
         return (x, RANDOM.integers(1, 7, n)) if name in WITH_INTEGERS else (x,)
@@ -362,6 +364,12 @@ def test_what_is_refused(name, tmp_path):
         ),
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_base_in_bfloat16_is_refused(tmp_path):
+    model = nn.adapt(models.gpt(65, 16, 32, 2, 4), 2, base_dtype="bf16").initialize(seed=0)
+    given = model, np.zeros((1, 16), int), tmp_path / "x.onnx"
+    refuses(NnmpiError, "KeptWeight .*with its adapters merged", nnmpi.to_onnx, *given)
 
 
 def test_arguments(tmp_path, monkeypatch):

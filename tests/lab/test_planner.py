@@ -35,6 +35,8 @@ from nnmpi.lab.planner.price import plan as search
 from nnmpi.lab.planner.profile import Workload, find_profile, ready, shares_of
 from nnmpi.memory.ledger import COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
+from nnmpi.models.llama_files import LlamaSize
+from nnmpi.models.pretrained import save_pretrained
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.parallel.data import NUMBERS_BYTES
 from nnmpi.schedule.schedule import there_and_back
@@ -698,3 +700,23 @@ def test_what_the_plan_cannot_do_is_refused(group):
     ):
         with pytest.raises(UsageError, match=text):
             plan.main(words.split(), group)
+
+
+def test_a_plan_of_adapters_counts_what_stays(tmp_path):
+    """Those of --pretrained: once, in half of the memory, or shared and gathered by ZeRO 3."""
+    size = LlamaSize(TOKENS, CONTEXT, 16, 2, 4, 2, 24, 4)
+    full = size.build().initialize(1).state()
+    save_pretrained(tmp_path / "base", full, size)
+    words = f"--pretrained {tmp_path / 'base'} --shape {CONTEXT} --batch-size 16 --lora 2"
+    count = sum(array.size for array in full.values())
+    for more, width in (("", 4), ("--base-dtype bf16", 2)):
+        config = plan.parse(f"{words} {more}".split()).config
+        work = replace(workload(), config=config)
+        far = work.pricer(made_up(4), network_of(4))
+        (whole,) = far.shapes.states(Candidate().division, 0, 1)
+        (shared,) = far.shapes.states(Candidate().division, 3, 4)
+        assert whole.parameters == pytest.approx(width * count + whole.gradients, rel=0.1)
+        assert shared.parameters < whole.parameters / 3
+        assert sum(shared.gathered) == pytest.approx(width * count, rel=0.1)
+        gathers = [item for item in far._sums(Candidate(dp=4, zero=3)) if item[0] == "all-gather"]
+        assert {*shared.gathered} <= {nbytes for _, _, nbytes, _ in gathers}
