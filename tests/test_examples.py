@@ -1,5 +1,6 @@
 """The programs of the examples, but for their notebooks."""
 
+import json
 import os
 import re
 import runpy
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 
 import nnmpi
+from nnmpi.commands.export import main as export
+from nnmpi.commands.generate import main as generate
+from nnmpi.data.tokenizer import ByteTokenizer
+from nnmpi.train.cli import main as train
+from tests.harness.commands import on_ranks
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LESSONS = sorted((FOLDER / "lessons").glob("*.py"), key=lambda file: int(file.stem.split("_")[0]))
@@ -40,6 +46,34 @@ def test_problems_are_functions_that_say_what_they_are_for():
     assert problem == 'def area(self, unit):\n    """Return the area.\n\n    In square metres."""'
     assert solution == "    side = self.side / unit\n    return side * side"
     assert not list(find("def f(:"))
+
+
+def test_a_llama_is_tuned_as_the_page_says(tmp_path, monkeypatch, capsys):
+    """Each command of docs/fine-tuning.md, with a smaller model, a step and a tokenizer of bytes;
+    two nodes are two ranks.
+    """
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    made = runpy.run_path(str(FOLDER / "finetuning" / "make_texts.py"))
+    texts = Path("runs/texts")
+    texts.mkdir(parents=True)
+    ByteTokenizer().save(texts)
+    made["write_talks"](texts, [*made["find_problems"](SOURCE)] * 9)
+    rows = (json.dumps({"text": SOURCE * 4}) for _ in range(40))
+    (texts / "library.jsonl").write_text("\n".join(rows))
+    page = (FOLDER.parent / "docs" / "fine-tuning.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^    (?:mpirun .*)?nnmpi (train|export|generate) (.*)$", page, re.M)
+    assert [name for name, _ in commands] == ["train", "train", "export", "generate"]
+    smaller = {"layers": 1, "features": 12, "max-steps": 2, "eval-every": "1steps"}
+    mains = {"train": train, "export": export, "generate": generate}
+    for number, (name, words) in enumerate(commands):
+        for option, value in smaller.items():
+            words = re.sub(rf"--{option} \S+", f"--{option} {value}", words)
+        words = re.sub(r"--prompt .*", "--prompt a --tokens 2", words)
+        on_ranks(mains[name], words, 1 + (number == 1))
+    printed = capsys.readouterr().out
+    assert "in adapters to" in printed and "of bfloat16" in printed
+    assert Path("runs/tuned/merged/tokenizer_config.json").is_file()
 
 
 def test_there_are_eleven_lessons_that_are_read_in_one_sitting():

@@ -7,6 +7,9 @@ this machine.
     tokenizer.json    byte pairs like GPT-2's, 2048 tokens, learned from library.jsonl
     problems.csv      problem,solution: head and docstring of a function in the other files, and its
                       body; limited to about 256 tokens
+    talks.jsonl       {"messages": [...]}: the same as conversations, the problem from a user, and
+                      the solution from the assistant
+    tokenizer_config.json   a chat template, which makes a conversation a text
 
 It needs the library tokenizers (`pip install '.[text]'`).
 """
@@ -23,6 +26,12 @@ from tokenizers import ByteLevelBPETokenizer
 
 VOCABULARY = 2048
 LONGEST = 700  # characters of a problem with its solution
+END = "<|endoftext|>"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}"
+    + END
+    + "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 # folders without library code, or with unusual code
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
@@ -58,8 +67,21 @@ def find_problems(text: str) -> Iterator[tuple[str, str]]:
                 yield problem, solution
 
 
+def write_talks(folder: Path, problems: list[tuple[str, str]]) -> None:
+    """Write problems and solutions as conversations, and the template that makes them texts."""
+    with (folder / "talks.jsonl").open("w", encoding="utf-8") as file:
+        for problem, solution in problems:
+            talk = [
+                {"role": "user", "content": problem},
+                {"role": "assistant", "content": solution},
+            ]
+            file.write(json.dumps({"messages": talk}) + "\n")
+    config = {"eos_token": END, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def main() -> None:
-    """Write the three files."""
+    """Write the five files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,9 +96,10 @@ def main() -> None:
     problems = [pair for text in held_out for pair in find_problems(text)]
     with (folder / "problems.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("problem", "solution"), *problems])
+    write_talks(folder, problems)
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        texts, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False
+        texts, vocab_size=VOCABULARY, special_tokens=[END], show_progress=False
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     print(
