@@ -257,17 +257,23 @@ def check_numbers(
                 )
 
 
-def options_of(section: type[Any]) -> list[Option]:
+def options_of(section: type[Any]) -> tuple[Option, ...]:
     """Return the fields of a dataclass as options, in order.
 
     Fields behind KW_ONLY are for Python alone.
     """
+    key: Any = section  # mypy takes a class of any kind for unhashable
+    return _options_of(key)
+
+
+@cache
+def _options_of(section: type[Any]) -> tuple[Option, ...]:
     hints = get_type_hints(section, include_extras=True)
-    return [
+    return tuple(
         Option(item.name, _in_words(hints[item.name]), item.default, section)
         for item in fields(section)
         if not item.kw_only
-    ]
+    )
 
 
 def _in_words(hint: Any) -> Any:

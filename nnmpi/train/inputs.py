@@ -7,7 +7,7 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -324,10 +324,10 @@ def check_same_start(
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     """Return versions, a hash of nnmpi's and the user's files, the data's sizes, and their hash."""
-    program = hashlib.sha256()
+    program = hashlib.sha256(_package_digest())
     named = chain.from_iterable(map(names_in, flatten(config).values()))
     custom = {file for name in named if (file := custom_file(name))}
-    for path in [*_package_files(), *sorted(custom)]:
+    for path in sorted(custom):
         program.update(path.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
@@ -336,6 +336,15 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
         sizes,
         f"{train.identity[:16]} {test.identity[:16]}",
     ]
+
+
+@cache
+def _package_digest() -> bytes:
+    """Return a hash of nnmpi's own files, as this process has found them first."""
+    digest = hashlib.sha256()
+    for path in _package_files():
+        digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def _package_files() -> list[Path]:
