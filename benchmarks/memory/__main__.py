@@ -68,8 +68,8 @@ def traced(run, model, x, y):
         tracemalloc.stop()
 
 
-def rows(model, x, y, rounds, bandwidth, folder):
-    """Yield a row for each of a network's plans, by title."""
+def rows(model, x, y, rounds, bandwidth, folder, count):
+    """Yield a row for each of a network's plans of up to `count` budgets, by title."""
     x = Tensor(x)
     model.initialize(seed=0)
     store = None if bandwidth is None else ThrottledStore(Path(folder), bandwidth)
@@ -79,7 +79,7 @@ def rows(model, x, y, rounds, bandwidth, folder):
         return head(model(x))
 
     step(forward, model, x, y)
-    budgets = forward.plans.budgets(20 if store is None else 5)
+    budgets = forward.plans.budgets(count)
     plans = list(dict.fromkeys(map(forward.find_plan, reversed(budgets))))
     times = {plan: [] for plan in (None, *plans)}
     for number in range(rounds + 1):
@@ -109,7 +109,9 @@ def rows(model, x, y, rounds, bandwidth, folder):
 def main():
     """Print the tables; return 1 if a plan needs more than the activations of all layers."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="small networks, one round")
+    parser.add_argument(
+        "--check", action="store_true", help="small networks, five budgets, one round"
+    )
     add_options(
         parser,
         ("--only", str, "", "networks whose names begin so"),
@@ -121,8 +123,9 @@ def main():
     for name, model, x, y in cases(given.check):
         if name.startswith(given.only):
             rounds = 1 if given.check else given.rounds
+            count = 20 if given.throttle is None and not given.check else 5
             with tempfile.TemporaryDirectory() as folder:
-                plans = list(rows(model, x, y, rounds, given.throttle, folder))
+                plans = list(rows(model, x, y, rounds, given.throttle, folder, count))
             say(f"{name}\n\n{render([(title, title) for title in plans[0]], plans)}")
             right &= all(float(row["of all"][:-1]) <= 100 for row in plans)
     return 0 if right else 1
