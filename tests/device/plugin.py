@@ -48,7 +48,7 @@ SAME += tuple(f"asynchronous/test_{name}.py" for name in ("ends", "jobs", "speed
 SAME += ("compose/test_seeds.py", "compose/test_simulated_times.py", "tensor/test_memory.py")
 SAME += tuple(f"train/test_{name}.py" for name in ("simulated", "stall"))
 
-MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
+MOST_CASES = 2  # of one test, with --quick: all of them run on the host
 
 
 def pytest_addoption(parser):
@@ -105,10 +105,8 @@ class Everywhere:
         on_host = [item for item in items if item.get_closest_marker("host_only")]
         self._host_only = [reason(item) for item in on_host]
         if config.option.quick:
-            others = {
-                *on_host,
-                *left_out.beyond(filter(left_out.is_dealt, items), lambda *_: MOST_CASES),
-            }
+            dealt = filter(left_out.is_dealt, items)
+            others = {*on_host, *left_out.beyond(dealt, most_cases)}
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]
 
@@ -197,6 +195,11 @@ class Everywhere:
         order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
         back = [order.index(axis) for axis in range(array.ndim)]
         return self._backend.asarray(np.ascontiguousarray(array.transpose(order))).transpose(back)
+
+
+def most_cases(test, _):
+    """Return how many cases of a test run here with --quick: one of whole trainings."""
+    return 1 if left_out.is_training(test) else MOST_CASES
 
 
 def reason(item):

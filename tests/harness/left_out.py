@@ -62,7 +62,7 @@ def most_cases(test, count):
     """Return how many of a test's cases a plain run has: a quarter, of whole trainings an eighth,
     but a few at least.
     """
-    if _place(test).startswith(TRAININGS):
+    if is_training(test):
         return max(CASES_OF_A_TRAINING, count // 8)
     return max(CASES, count // 4)
 
@@ -90,6 +90,11 @@ def beyond(tests, most=most_cases):
 def _place(test):
     """Return where a test stands, from the folder of all tests on."""
     return test.nodeid.removeprefix("tests/")
+
+
+def is_training(test):
+    """Return whether a test is of whole trainings, or of commands that use them."""
+    return _place(test).startswith(TRAININGS)
 
 
 def is_dealt(test):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from tests.harness.slow import ONCE_MORE
+from tests.harness.slow import ONCE_MORE, once_more
 from tests.train.jobs import lines, once, send, train
 
 NET = """
@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault, tmp_path):
     )
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [once_more(False), True])
 def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
     stopped, tmp_path, monkeypatch
 ):
