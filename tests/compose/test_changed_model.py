@@ -235,7 +235,7 @@ def test_whoever_asks_first_is_refused(name, asked, tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", ["replaced", "tied", "an attribute", "another norm", "deleted"])
-def test_a_loop_of_ones_own_trains_the_model_as_it_is_or_is_refused(stage, change, serial):
+def test_a_loop_of_ones_own_trains_the_model_as_it_is_or_is_refused(stage, change):
     """ZeRO 2 and 3 compute by the units into which they have cut the model."""
 
     def program(group):
@@ -266,7 +266,7 @@ def test_a_loop_of_ones_own_trains_the_model_as_it_is_or_is_refused(stage, chang
     except UsageError as error:
         assert stage > 1 or "4 (BatchNorm) is new in the model" in f"{error}"
         return
-    assert losses == pytest.approx(serial[change][0][:-1], rel=1e-9)
+    assert losses == pytest.approx(serial(change)[0][:-1], rel=1e-9)
 
 
 @pytest.mark.parametrize("change", ["inserted", "deleted", "tied", "appended"])
