@@ -21,12 +21,13 @@ QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 CASES = 4  # of a test that has no more, all run
-CASES_OF_A_TRAINING = 2  # which take long
+CASES_OF_A_TRAINING = 1  # which take long
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")
 DEALT += ("test_docs.py", "test_examples.py", "comm/test_fit.py")
-TRAININGS = ("train/", "compose/", "equivalence/", "memory/", "lab/", "commands/", "models/")
+TRAININGS = ("train/", "compose/", "parallel/", "asynchronous/", "equivalence/", "memory/")
+TRAININGS += ("lab/", "commands/", "models/", "gpu/", "device/")
 CHECKED = "layering/"  # by scripts/check, which every change passes
 # with --all: the contract itself, promised on every number of ranks
 EVERYWHERE = "equivalence/test_layouts.py"
@@ -59,8 +60,8 @@ def options(ranks, among, everything, rest=False):
 
 
 def most_cases(test, count):
-    """Return how many of a test's cases a plain run has: a quarter, of whole trainings an eighth,
-    but a few at least.
+    """Return how many of a test's cases a plain run has: a quarter but four at least; of whole
+    trainings an eighth but one at least, since other tests have more of the same layouts.
     """
     if is_training(test):
         return max(CASES_OF_A_TRAINING, count // 8)
@@ -68,7 +69,8 @@ def most_cases(test, count):
 
 
 def beyond(tests, most=most_cases):
-    """Return the cases of each test beyond so many, which are told by their names.
+    """Return the cases of each test beyond so many, which are told by their names; those that a
+    plain run has no ranks for come last.
 
     Args:
         tests: all cases of all tests.
@@ -81,10 +83,16 @@ def beyond(tests, most=most_cases):
     result = []
     for named in cases.values():
         ((first, *_), *_) = named.values()
-        chosen = sorted(named, key=lambda name: crc32(name.encode()))
-        for name in chosen[most(first, len(named)) :]:
+        order = {name: (_needs_more(named[name][0]), crc32(name.encode())) for name in named}
+        for name in sorted(named, key=order.__getitem__)[most(first, len(named)) :]:
             result += named[name]
     return result
+
+
+def _needs_more(test):
+    """Return whether a test is for other numbers of ranks than a plain run has."""
+    needed = test.get_closest_marker("needs_ranks")
+    return needed is not None and not {*needed.args} & {*QUICK_RANKS}
 
 
 def _place(test):

@@ -78,7 +78,7 @@ def test_simulated_trainings_are_dealt_to_few_ranks(name, on_host, on_double):
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
-@pytest.mark.parametrize("place, all_of, quick", [("ops/a.py", 4, 7), ("train/a.py", 2, 3)])
+@pytest.mark.parametrize("place, all_of, quick", [("ops/a.py", 4, 7), ("train/a.py", 1, 3)])
 def test_a_share_of_many_cases_runs(place, all_of, quick):
     """All of a few; a case is one on any number of simulated ranks."""
     few = [item(f"{place}::test_few[{n}]") for n in range(all_of)]
@@ -88,6 +88,13 @@ def test_a_share_of_many_cases_runs(place, all_of, quick):
     others = [test.nodeid for test in beyond([*few, *many])]
     assert len(others) == 2 * (30 - quick) and all("test_b" in name for name in others)
     assert len({name.rpartition("-")[2] for name in others}) == 30 - quick
+
+
+def test_cases_for_many_ranks_are_left_to_runs_that_have_them():
+    cases = [item(f"train/a.py::test_b[{n}]", needs_ranks=(n,)) for n in (3, 6, 8, 12)]
+    assert [test.nodeid for test in cases if test not in beyond(cases)] == [
+        "tests/train/a.py::test_b[3]"
+    ]
 
 
 def test_options_of_a_run():
