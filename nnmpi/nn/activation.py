@@ -78,13 +78,13 @@ class ActivationLayer(Module):
         _form: what it computes. Its name is that of the option.
     """
 
-    reach = Reach.ELEMENT
     _form: ClassVar[activations.Activation]
 
 
 class ReLU(ActivationLayer):
     """max(x, 0)"""
 
+    reach = Reach.ELEMENT
     _form = activations.RELU
     forward = staticmethod(relu)
 
@@ -92,6 +92,7 @@ class ReLU(ActivationLayer):
 class LeakyReLU(ActivationLayer):
     """x where positive, negative_slope * x elsewhere."""
 
+    reach = Reach.ELEMENT
     _form = activations.LEAKY_RELU
 
     def __init__(self, negative_slope: float = 0.01) -> None:
@@ -133,6 +134,7 @@ class PReLU(Module):
 class ELU(ActivationLayer):
     """x where positive, alpha (e^x - 1) elsewhere."""
 
+    reach = Reach.ELEMENT
     _form = activations.ELU
 
     def __init__(self, alpha: float = 1.0) -> None:
@@ -146,6 +148,7 @@ class ELU(ActivationLayer):
 class Softplus(ActivationLayer):
     """log(1 + e^(beta x)) / beta; x itself where beta x is above the threshold."""
 
+    reach = Reach.ELEMENT
     _form = activations.SOFTPLUS
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
@@ -159,6 +162,7 @@ class Softplus(ActivationLayer):
 class SELU(ActivationLayer):
     """1.0507 times ELU(1.67326), which keeps mean 0 and variance 1 from layer to layer."""
 
+    reach = Reach.ELEMENT
     _form = activations.SELU
     forward = staticmethod(selu)
 
@@ -166,6 +170,7 @@ class SELU(ActivationLayer):
 class GELU(ActivationLayer):
     """x Phi(x); approximate="tanh" gives the form of GPT-2."""
 
+    reach = Reach.ELEMENT
     _form = activations.GELU
 
     def __init__(self, approximate: str = "none") -> None:
@@ -179,6 +184,7 @@ class GELU(ActivationLayer):
 class SiLU(ActivationLayer):
     """x * sigmoid(x)"""
 
+    reach = Reach.ELEMENT
     _form = activations.SILU
     forward = staticmethod(silu)
 
@@ -186,6 +192,7 @@ class SiLU(ActivationLayer):
 class Tanh(ActivationLayer):
     """The hyperbolic tangent."""
 
+    reach = Reach.ELEMENT
     _form = activations.TANH
     forward = staticmethod(tanh)
 
@@ -193,6 +200,7 @@ class Tanh(ActivationLayer):
 class Sigmoid(ActivationLayer):
     """1 / (1 + e^-x)"""
 
+    reach = Reach.ELEMENT
     _form = activations.SIGMOID
     forward = staticmethod(sigmoid)
 
