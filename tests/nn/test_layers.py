@@ -450,6 +450,8 @@ def test_every_activation_is_a_layer_and_an_operation():
         form for form in FORMS if form in {kind._form for kind in ACTIVATIONS.values()}
     ]
     assert {form.name for form in forms} <= {*ops.__all__}
+    # else tensor parallelism gathers its inputs
+    assert {own_reach(kind()) for kind in ACTIVATIONS.values()} == {Reach.ELEMENT}
 
 
 # ---------------------------------------------------------------- modes
