@@ -1,11 +1,11 @@
 """What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
 runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs, and three quarters of the cases of a
-test that has many, of whole trainings seven eighths; names tell which. Most MPI tests are dealt
-out: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and
-8. Those of messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated
-ranks, on which most of what they try is tried on other numbers, see `simulated`.
+Slow tests are left out where a quicker one of the kind runs, and of a test with many cases all
+but four or an eighth, of one of whole trainings all but one or an eighth; names tell which. Most
+MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on
+one of 2, 3, 4, 6 and 8. Those of messages themselves run on 2, 3 and 4, and with --all on 6 or 8,
+too. For simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -60,12 +60,10 @@ def options(ranks, among, everything, rest=False):
 
 
 def most_cases(test, count):
-    """Return how many of a test's cases a plain run has: a quarter but four at least; of whole
-    trainings an eighth but one at least, since other tests have more of the same layouts.
+    """Return how many of a test's cases a plain run has: an eighth, but four at least; of whole
+    trainings one at least, since other tests have more of the same layouts.
     """
-    if is_training(test):
-        return max(CASES_OF_A_TRAINING, count // 8)
-    return max(CASES, count // 4)
+    return max(CASES_OF_A_TRAINING if is_training(test) else CASES, count // 8)
 
 
 def beyond(tests, most=most_cases):

@@ -78,7 +78,7 @@ def test_simulated_trainings_are_dealt_to_few_ranks(name, on_host, on_double):
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
-@pytest.mark.parametrize("place, all_of, quick", [("ops/a.py", 4, 7), ("train/a.py", 1, 3)])
+@pytest.mark.parametrize("place, all_of, quick", [("ops/a.py", 4, 4), ("train/a.py", 1, 3)])
 def test_a_share_of_many_cases_runs(place, all_of, quick):
     """All of a few; a case is one on any number of simulated ranks."""
     few = [item(f"{place}::test_few[{n}]") for n in range(all_of)]

@@ -545,7 +545,8 @@ def test_a_given_layout_has_a_price_if_its_parts_were_measured(tmp_path, monkeyp
         out = tmp_path / f"run{len(words)}"
 
         def train(group):
-            main([*SMALL, *words.split(), "--jit", "off", "--out", str(out)], group)
+            options = "--jit off --max-steps 3 --eval-every 0 --out"
+            main([*SMALL, *words.split(), *options.split(), str(out)], group)
 
         simulate(train, 2)
         console = (out / "console.txt").read_text()
