@@ -12,7 +12,7 @@ from nnmpi.base.errors import HelpAsked, LayoutError, UsageError
 from nnmpi.compose.passes import BatchPass
 from nnmpi.lab.verify import compare, main, parse, table, tolerance, verdict
 from nnmpi.parallel.sequence.attention import RingAttention
-from tests.harness.commands import on_ranks
+from tests.harness.commands import on_ranks, over
 from tests.harness.refusals import refuses, usage_error
 
 # ---- words ----
@@ -297,7 +297,7 @@ def test_few_rows_without_normalization_may_not():
 
 @pytest.mark.parametrize("heads", [1, 3])  # by ring attention, and by Ulysses
 def test_shared_positions_are_the_serial_run(heads, capfd):
-    assert all(verify(f"{GPT} --dp 1 --sp 2 --heads {heads}", 2))
+    assert all(verify(over(GPT, f"--dp 1 --sp 2 --heads {heads}"), 2))
     assert "equal within the tolerance" in capfd.readouterr().out
 
 
@@ -319,5 +319,5 @@ def test_a_fault_among_positions_is_found(monkeypatch, capfd):
             right(self, source, *how) if source == self._group.rank else iter(())
         ),
     )
-    assert not any(verify(f"{GPT} --dp 1 --sp 2 --heads 1", 2))
+    assert not any(verify(over(GPT, "--dp 1 --sp 2 --heads 1"), 2))
     assert "NOT EQUAL: loss of step 1, gradients of step 1" in capfd.readouterr().out
