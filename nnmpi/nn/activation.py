@@ -74,6 +74,8 @@ __all__ = [
 class ActivationLayer(Module):
     """A layer that computes each element by itself; a subclass of this file is an `--activation`.
 
+    Each subclass states its `reach` again: of one that does not nothing is known, see `own_reach`.
+
     Attributes:
         _form: what it computes. Its name is that of the option.
     """
