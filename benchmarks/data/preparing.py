@@ -182,20 +182,20 @@ def main() -> None:
     parser.add_argument("--peers-python", default="", help="a Python that has pandas")
     options = parser.parse_args()
     sizes, pictures, rows = ([465, 4000], 20_000, 2_000_000)
-    rounds = options.rounds
+    rounds, steps = options.rounds, 100
     if options.check:
-        sizes, pictures, rows, rounds = [40], 400, 20_000, 1
+        sizes, pictures, rows, rounds, steps = [40], 400, 20_000, 1, 20
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small, all_small = memory(folder, "digits", 100)
+        small, all_small = memory(folder, "digits", steps)
         print(f"digits: {small:.0f} MB private to a rank, {all_small:.0f} MB of {RANKS} together")
         file = folder / "set.npz"
         write_archive(file, FEW_MB)  # as large a model as the large set's
-        few, all_few = memory(folder, str(file), 100)
+        few, all_few = memory(folder, str(file), steps)
         print(f"{FEW_MB} MB: {few:.0f} MB private to a rank, {all_few:.0f} MB together")
         for size in sizes:
             write_archive(file, size)
-            private, together = memory(folder, str(file), 100)
+            private, together = memory(folder, str(file), steps)
             bound = size + all_small * 1.05
             print(
                 f"{size} MB: {private - small:+.0f} MB private to a rank (at most {GROWTH_MB}),"
