@@ -218,6 +218,8 @@ class KeptTable(KeptWeight, TransposedLinearFunction):
 
     __slots__ = ()
 
+    traits = KeptWeight.traits
+
     def matrix(self, weight: Array) -> Array:
         """Return the matrix (in, out) of a weight."""
         return weight.T
@@ -227,6 +229,8 @@ class KeptPart(KeptWeight, PartialLinear):
     """x W as a partial sum over ranks, likewise."""
 
     __slots__ = ()
+
+    traits = KeptWeight.traits
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
