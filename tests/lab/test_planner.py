@@ -13,6 +13,7 @@ import pytest
 import threadpoolctl
 
 from nnmpi import simulate
+from nnmpi.backend import onednn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
@@ -417,10 +418,18 @@ def test_a_workload_is_measured_and_kept(tmp_path, monkeypatch):
     measured.append(1)
     assert len([*tmp_path.glob("profile-*.json")]) == 1
     (file,) = tmp_path.glob("profile-*.json")
-    others = {"batch_size": 8}, {"ema": 0.9}, {"loss": "mse"}, {"label_smoothing": 0.1}
+    others = (
+        *({"batch_size": 8}, {"ema": 0.9}, {"loss": "mse"}, {"label_smoothing": 0.1}),
+        {"precision": "bf16"},
+    )
     for other in others:
         take(**other)
     assert len(measured) == 1 + len(others)
+    with monkeypatch.context() as other:
+        found = onednn.Found(onednn.Library(None, "3.99", "amx_bf16", False))
+        other.setattr(onednn, "find", lambda: found)
+        take()
+    assert len(measured) == 2 + len(others)
     del measured[2:]
     for damage in ("{", "[]", json.dumps({**json.loads(file.read_text()), "steps": [1]})):
         file.write_text(damage)

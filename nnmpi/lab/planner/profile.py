@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import threadpoolctl
 
+from nnmpi.backend import onednn
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.blas import read_cpu
 from nnmpi.backend.precision import use_precision
@@ -168,8 +169,10 @@ class Workload:
         # BLAS has kernels for each processor, and a variable may name others
         names = ("internal_api", "version", "architecture", "num_threads")
         pools = [[pool.get(name) for name in names] for pool in threadpoolctl.threadpool_info()]
+        library = onednn.find().library
         local = [
             platform.node(),
+            None if library is None else [library.version, library.unit],
             read_cpu("model name"),
             installed_numba(),
             self.backend.card,
