@@ -61,13 +61,7 @@ class LoRA(Linear):
     def __init__(
         self, layer: Linear, rank: int = 8, alpha: float | None = None, dropout: float = 0.0
     ) -> None:
-        if type(layer) is not Linear:
-            raise UsageError(f"LoRA adapts an nn.Linear, not a {type(layer).__name__}")
-        if layer._forward_hooks or "forward" in vars(layer):
-            raise UsageError(
-                f"{layer.path or 'the layer'} has a forward or a hook of your own, which the layer"
-                " with an adapter would not call; give it to that one, after nn.adapt or nn.LoRA"
-            )
+        _check_adaptable(layer, layer.path or "the layer")
         rank = check_int("LoRA's rank", rank)
         self.alpha = float(rank) if alpha is None else number("LoRA's alpha", alpha)
         self.weight, self.bias = layer.weight, layer.bias
@@ -114,6 +108,24 @@ class LoRA(Linear):
         return (w + a @ b * (self.alpha / self.rank)).astype(self.lora_a.dtype)
 
 
+def _check_adaptable(layer: Linear, name: str) -> None:
+    """Refuse a layer of which an adapter would drop something.
+
+    Raises:
+        UsageError: for another class than `Linear`, and for a forward or a hook of its own.
+    """
+    if type(layer) is not Linear:
+        raise UsageError(
+            f"an adapter is for an nn.Linear, and {name} is a {type(layer).__name__}, whose forward"
+            " it would not call; name the layers that get adapters without it"
+        )
+    if layer._forward_hooks or "forward" in vars(layer):
+        raise UsageError(
+            f"{name} has a forward or a hook of your own, which the layer with an adapter would not"
+            " call; give it to that one, after nn.adapt or nn.LoRA"
+        )
+
+
 def adapt(
     model: Module,
     rank: int = 8,
@@ -151,7 +163,7 @@ def adapt(
             raise UsageError(
                 "the model is in a layout, a Worker or a strategy already; call nn.adapt before"
             )
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) is Linear}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     if "" in layers:
         raise UsageError("the model is a single layer; put it into a Sequential, or call nn.LoRA")
     chosen = dict[str, Linear]()
@@ -165,6 +177,8 @@ def adapt(
                 f" {', '.join(map(repr, layers)) or 'none'}"
             )
         chosen |= fitting
+    for name, layer in chosen.items():
+        _check_adaptable(layer, name)
     low = weights_kept_as(base_dtype, model)
     vars(model).pop("storage", None)
     for _, parameter in [*model.named_parameters()]:

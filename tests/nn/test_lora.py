@@ -111,7 +111,7 @@ def test_what_could_not_be_trained_is_refused():
     usage_error("LoRA's rank", nn.adapt, model, 0)
     nn.adapt(gpt(), 2)
     usage_error("single layer", nn.adapt, nn.Linear(3, 2))
-    usage_error("adapts an nn.Linear, not a Conv2d", LoRA, nn.Conv2d(1, 1, 1))
+    usage_error("the layer is a Conv2d", LoRA, nn.Conv2d(1, 1, 1))
     nn.adapt(model, 2).initialize(seed=0)
     usage_error("has adapters already", nn.adapt, model, 2)
     model.get("2.norm1").weight.requires_grad = True
@@ -128,6 +128,15 @@ def test_what_an_adapter_would_drop_is_refused():
     model = gpt()
     with model.get("3.attention.qkv").register_forward_hook(lambda *_: None):
         usage_error("qkv has a forward or a hook of your own", nn.adapt, model)
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 6), Doubled(6, 3))
+    usage_error("1 is a Doubled, whose forward", nn.adapt, model, 2, None, "all-linear")
+    assert not any(parameter.is_base for _, parameter in model.named_parameters())
+    nn.adapt(model, 2, None, "0")
 
     def parted(group):
         model = models.gpt(13, 6, 8, layers=2, heads=2)
