@@ -935,7 +935,7 @@ def _read_all(option: Option, given: Sequence[tuple[str, Sequence[str]]]) -> Any
     if any(map(is_list, kinds(option.type))) and all(words for _, words in given):
         return _read(option, written, [word for _, words in given for word in words])
     values = [_read(option, *place) for place in given]
-    for value, (again, words) in zip(values, given, strict=True):
+    for value, (again, words) in zip(values[1:], given[1:], strict=True):
         if value != values[0]:
             first = " ".join([written, *given[0][1]])
             second = " ".join([again, *words])

@@ -492,8 +492,10 @@ def start_supervisor(folder, *more):
 
 
 def test_only_what_a_dead_supervisor_made_is_removed(temporary):
-    alive, dead = start_supervisor(temporary, "alive"), start_supervisor(temporary)
-    folders = [Path(job.stdout.readline().strip()) for job in (alive, dead)]
+    alive = start_supervisor(temporary, "alive")
+    folders = [Path(alive.stdout.readline().strip())]
+    dead = start_supervisor(temporary)  # now: the other one's start would remove what is left of it
+    folders.append(Path(dead.stdout.readline().strip()))
     dead.communicate()
     mine = [temporary / f"nnmpi-run-{name}" for name in ("notes", "copy", "empty", "locked", "run")]
     for folder in mine:

@@ -16,6 +16,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
+from tests.harness.commands import over
 from tests.harness.refusals import data_error, refuses, usage_error
 from tests.train.jobs import arrays, unfolded
 
@@ -247,14 +248,14 @@ def test_options_that_must_not_change_the_weights(train, words):
 
 
 def test_schedules_give_the_rates_they_promise(train):
-    words = "--epochs 4 --log-every 1 --lr 0.1 --warmup-epochs 0 "  # 8 steps, 2 per epoch
-    assert rates(train(words + "--lr-schedule constant")) == [0.1] * 8
-    stepped = rates(train(words + "--lr-schedule step:2,0.5"))
+    words = "--epochs 4 --log-every 1 --lr 0.1 --warmup-epochs 0"  # 8 steps, 2 per epoch
+    assert rates(train(f"{words} --lr-schedule constant")) == [0.1] * 8
+    stepped = rates(train(f"{words} --lr-schedule step:2,0.5"))
     assert stepped == pytest.approx([0.1] * 4 + [0.05] * 4)
-    cosine = rates(train(words + "--lr-schedule cosine --warmup-epochs 1"))
+    cosine = rates(train(over(words, "--lr-schedule cosine --warmup-epochs 1")))
     assert cosine[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
     assert cosine[2:] == sorted(cosine[2:], reverse=True)
-    assert rates(train(words + "--warmup-epochs 9"))[-1] < 0.1  # longer than the run
+    assert rates(train(over(words, "--warmup-epochs 9")))[-1] < 0.1  # longer than the run
 
 
 def test_evaluations_and_checkpoints_come_when_they_are_due(train):
