@@ -25,6 +25,7 @@ TRAIN = (
     " --stall-limit 10"
 )
 POLL_S, LIMIT_S, GONE_S, HEALED_S = 0.1, 1800.0, 3.0, 45.0
+OF_TESTS = "nnmpi-test-"  # folders for temporary files of a test's process
 ROLES = "rank", "launcher", "supervisor"
 # a stopped supervisor can do nothing; "cut": the link of one of the hosts, for HEALED_S
 FAULTS = [*(f"{verb}-{role}" for verb in ("kill", "term", "stop") for role in ROLES), "cut"]
@@ -136,11 +137,15 @@ def supervise(ranks, words, place, disturb, lab):
 
 
 def files_of(place, lab):
-    """Return the files that are left in folders for temporary ones and for shared memory."""
+    """Return the files that are left in folders for temporary ones and for shared memory.
+
+    Tests may run beside: what they make for themselves is not counted.
+    """
     folders = [place / "tmp", Path("/tmp"), Path("/dev/shm")]
     for host in (lab._head, *lab._hosts) if lab else ():
         folders += [lab._tmp(host.name), Path(f"/proc/{host.pid}/root/dev/shm")]
-    return {str(file) for folder in folders for file in folder.iterdir()}
+    files = (file for folder in folders for file in folder.iterdir())
+    return {str(file) for file in files if not file.name.startswith(OF_TESTS)}
 
 
 def repeats(layout, ranks):
