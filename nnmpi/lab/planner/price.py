@@ -749,10 +749,12 @@ class Pricer:
         """Return the bytes by kind of each rank of a pipeline."""
         once = candidate.zero > 0 and self._shares_memory(candidate)
         states = self.shapes.states(candidate.division, candidate.zero, candidate.replicas, once)
-        kept = [
-            0 if self.compress is None else held_bytes(self.compress, shapes, self.shapes.itemsize)
-            for shapes in self.shapes.gradients(candidate.division)
-        ]
+        kept = [0] * len(states)
+        if self.compress is not None:
+            kept = [
+                held_bytes(self.compress, shapes, self.shapes.itemsize)
+                for shapes in self.shapes.gradients(candidate.division)
+            ]
         return [
             self._memory_of(candidate, *item)
             for item in zip(states, self._activations(candidate), kept, strict=True)
