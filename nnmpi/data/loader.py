@@ -689,12 +689,11 @@ class Loader(Settled, read_once="group"):
         cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole_microbatches)
         rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
-        targets, length = self._extent(epoch_order[start : start + global_rows])
+        batch_order = epoch_order[start : start + global_rows]
+        targets, length = self._extent(batch_order)
         weights = None
         if self.dataset.weights is not None:
-            weights = self._weights(
-                self.dataset.weights, epoch_order[start : start + global_rows], indices
-            )
+            weights = self._weights(self.dataset.weights, batch_order, indices)
         make = partial(
             Batch,
             cuts=cuts,

@@ -285,7 +285,7 @@ class CellRows:
     def in_blocks(self) -> Iterator["_Block"]:
         """Yield the rows in blocks: of a file of texts as lines, else all in one."""
         if not isinstance(self.source, Path) or self.is_typed or self.width == 1:
-            yield _Block([], self.read)
+            yield _Block([], "", self.read)
             return
         before, blocks = 0, _line_blocks(self.source)
         header_lines = 0 if self.header is None else self.line
@@ -295,14 +295,14 @@ class CellRows:
                 block, before = block[skipped:], before + skipped
             if not block:
                 continue
+            text = "".join(block)
             # a cell between quotation marks may go on in the next block
-            is_quoted = '"' in "".join(block)
-            rest = chain(block, chain.from_iterable(blocks)) if is_quoted else iter(block)
+            rest = chain(block, chain.from_iterable(blocks)) if '"' in text else iter(block)
             is_named = self.header is not None
             cells = partial(
                 _cells_in, self.source, rest, self.separator, is_named, self.width, before
             )
-            yield _Block(block, cells, before + 1)
+            yield _Block(block, text, cells, before + 1)
             before += len(block)
 
     @property
@@ -338,12 +338,14 @@ class _Block:
     """Rows of a table that follow one another.
 
     Attributes:
-        lines: their text, a line for each row; or nothing.
+        lines: a line for each row, with its end; or nothing.
+        text: the lines as one.
         read: called for the line number and cells of each row.
         first: the number of the first line.
     """
 
     lines: list[str]
+    text: str
     read: Callable[[], Iterator[tuple[int, list[Cell]]]]
     first: int = 0
 
@@ -850,7 +852,7 @@ def _read_plain(
     Returns:
         whether they are such; else nothing was read.
     """
-    text, separator, target = "".join(block.lines), rows.separator, plan.target
+    text, separator, target = block.text, rows.separator, plan.target
     if read.mark != "." or plan.texts or '"' in text or "_" in text or not text.isascii():
         return False
     if finds_mark and separator != "," and "." not in read.shown and ("." in text or "," in text):
