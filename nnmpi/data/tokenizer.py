@@ -138,23 +138,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {path}: there is no such file or folder; give {BYTES}, {CHARACTERS}, or the"
             " path of a saved tokenizer"
         )
-    if built_in := _read_built_in(result):
-        built_in.beside = read_words(result.parent)
-        return built_in
+    tokenizer = _read_built_in(result) or _read_by_library(result)
+    tokenizer.beside = read_words(result.parent)
+    return tokenizer
+
+
+def _read_by_library(file: Path) -> "LibraryTokenizer":
+    """Read a tokenizer.json.
+
+    Raises:
+        UsageError, DataError: see `load_tokenizer`.
+    """
     try:
         library = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError(
-            f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"
+            f"tokenizer {file} is read by the library tokenizers, which is not installed; pip"
             f" install tokenizers, or use {BYTES} or {CHARACTERS}"
         ) from None
-    ends = [*_named_ends(result.parent)]
-    with foreign(result, DataError, "not a tokenizer"):
-        inner = library.Tokenizer.from_file(str(result))
-        _check_added(result.parent, inner)
-        tokenizer = LibraryTokenizer(inner, ends)
-    tokenizer.beside = read_words(result.parent)
-    return tokenizer
+    ends = [*_named_ends(file.parent)]
+    with foreign(file, DataError, "not a tokenizer"):
+        inner = library.Tokenizer.from_file(str(file))
+        _check_added(file.parent, inner)
+        return LibraryTokenizer(inner, ends)
 
 
 def _read_beside(folder: Path, name: str) -> dict[str, Any]:

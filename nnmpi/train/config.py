@@ -68,9 +68,9 @@ NO_ADAPTERS: Mapping[str, Any] = {
     "base_dtype": None,
     "adapter": None,
 }
-NOT_OF_TOKENS = (
-    "target drop sample_weight sample_shape decimal header stratify augment loss class_weights"
-)
+# how a file of samples is read, and which of them are held out
+OF_FILES = "target drop sample_weight sample_shape decimal header stratify"
+NOT_OF_TOKENS = f"{OF_FILES} augment loss class_weights"
 # {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {

@@ -33,7 +33,7 @@ from nnmpi.data.team import Team
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten
+from nnmpi.train.config import OF_FILES, SEQUENCE_MODELS, Config, DataConfig, flatten
 from nnmpi.train.derived import context_of, count_microbatches
 from nnmpi.train.signature import BYTES, ModelSignature, versions
 
@@ -384,17 +384,13 @@ def text_source(config: Config) -> TextSource | None:
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
 
 
-# options of how a file is read, and which of its samples are held out
-_FORMS = "data_dir target drop sample_weight sample_shape decimal header stratify"
-
-
 def _refuse_forms(data: DataConfig, why: str) -> None:
     """Refuse options of how a file of samples is read, for data that are none.
 
     Raises:
         UsageError: with the option.
     """
-    for name in _FORMS.split():
+    for name in ("data_dir", *OF_FILES.split()):
         require(name not in non_defaults(data), f"{why}; leave {flag_of(name)} out")
 
 

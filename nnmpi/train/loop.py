@@ -344,9 +344,8 @@ class Loop:
             if item is not None and item.steps
         ]
         steps += [every - state.step % every for every in due]
-        if (
-            self._trainer.in_step
-        ):  # others meet where a segment ends, so what is watched may not end it
+        # the ranks of others meet where a segment ends, so what is watched may not end it
+        if self._trainer.in_step:
             steps += [left for left in (self._tracer.left, self._profiler.left) if left]
         return state.batch + min(steps)
 

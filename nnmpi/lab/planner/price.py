@@ -695,8 +695,9 @@ class Pricer:
         halved = piped and Kind.W in self._stages(candidate)[0].kinds
         gathers = times * (2 + halved) if candidate.zero == 3 else 1
         largest = max(states, key=lambda item: item.total)
-        for nbytes in () if in_memory else largest.gathered:
-            yield "all-gather", groups, nbytes, gathers
+        if not in_memory:
+            for nbytes in largest.gathered:
+                yield "all-gather", groups, nbytes, gathers
         for nbytes in largest.lengths:
             if in_memory:  # one shared copy: nothing to gather
                 yield SHARED, groups, nbytes, 0.5

@@ -772,12 +772,11 @@ class BaseStorage(ShardedStorage):
         )
         given = {item: item.stored for item in here if item.has_values}
         self._filled = {*given}
-        self._span_of: dict[Parameter, Span] = {}
-        # each is written below, when all have their places
-        shapes: Any = weights
+        # in place of values, which are written below, when each has its place
+        placeholders: Any = weights
         super().__init__(
             weights,
-            shapes,
+            placeholders,
             allocate,
             None,
             dtype,
