@@ -163,9 +163,10 @@ def _argsort(x: Array, axis: int) -> Array:
     moved = np.moveaxis(x, axis, -1)
     rows, width = moved.reshape(-1, length), 1 << (length - 1).bit_length()
     is_nan = rows != rows
-    is_whole = x.dtype.kind in "biu"  # which float64 would round
-    most = np.iinfo(np.int64).max if is_whole else np.inf
-    keys = xp.full((len(rows), width), most, np.int64 if is_whole else np.float64)
+    # float64 would round whole numbers, and int64 has not all of uint64's
+    kind = {"b": np.int64, "i": np.int64, "u": np.uint64}.get(x.dtype.kind, np.float64)
+    most = np.inf if kind is np.float64 else np.iinfo(kind).max
+    keys = xp.full((len(rows), width), most, kind)
     keys[:, :length] = xp.where(is_nan, most, rows)
     # of equal keys: numbers first, then NaN, then what fills the rows up, each by its position
     ties = xp.zeros((len(rows), width), np.int64) + xp.arange(width)

@@ -283,3 +283,5 @@ def test_sorting_puts_nan_last_and_keeps_the_order_of_equal_elements():
     assert x.sort().numpy()[:4].tolist() == [1, 1, 2, 2]
     large = Tensor(here(2**60 + np.array([1, 0, 2])))  # alike in float64
     assert large.argsort().tolist() == [1, 0, 2]
+    unsigned = Tensor(here(np.array([2**63 + 5, 2**63 + 4, 1], np.uint64)))  # beyond int64
+    assert unsigned.argsort().tolist() == [2, 1, 0]
