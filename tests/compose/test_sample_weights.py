@@ -154,6 +154,29 @@ def test_evaluations_count_all_samples_alike():
         assert (with_weights.loss, with_weights.metrics) == (without.loss, without.metrics)
 
 
+def test_a_step_without_weights_replays_none_with_them():
+    """Of batches alike but for these."""
+
+    def program(group):
+        worker = arranged(build(), group, Layout(), lr=1e-12)
+        kinds = {"weighted": {"weights": WEIGHTS}, "plain": {}}
+        loaders = {
+            kind: data.Loader(data.Dataset("d", X, Y, 3, **given), 23, group, shuffle=False)
+            for kind, given in kinds.items()
+        }
+        losses = {kind: [] for kind in kinds}
+        for epoch in range(6):
+            for kind, loader in loaders.items():
+                losses[kind] += [worker.step(batch).loss for batch in loader.epoch(epoch)]
+        return losses
+
+    (losses,) = simulate(program, 1)
+    first = {kind: values[0] for kind, values in losses.items()}
+    assert abs(first["weighted"] - first["plain"]) > 1e-3
+    for kind, values in losses.items():
+        np.testing.assert_allclose(values, first[kind], rtol=1e-5)
+
+
 def test_weights_that_differ_on_a_rank_are_named():
     def program(group):
         worker = arranged(build(), group, Layout())

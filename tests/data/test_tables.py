@@ -760,3 +760,8 @@ def test_where_blocks_of_lines_end_changes_nothing(tmp_path, monkeypatch, text, 
 def test_two_wrong_lengths_do_not_make_a_right_one(tmp_path, row):
     text = "u,v,k\n" + NUMBERS + row + "\n" + ("1,a\n" if row.count(",") == 3 else "1,2,3,a\n")
     refused(tmp_path, f"line 42: {row.count(',') + 1} cells", text)
+
+
+def test_a_row_that_is_too_long_is_no_row_without_its_end(tmp_path):
+    """Its first cells and its last one would make a row of numbers and a label."""
+    refused(tmp_path, "line 42: 4 cells, but the first line has 3", f"u,v,k\n{NUMBERS}1,2,3,a\n")

@@ -9,8 +9,12 @@ import nnmpi
 from nnmpi import GradientExchange, Layout, arrange, data, models, nn, ops, optim, simulate
 from nnmpi.base.errors import CheckpointError, UninitializedError
 from nnmpi.compose.state import base_digest
+from nnmpi.memory.layers import measure, of_chain
+from nnmpi.nn.chain import open_chain
 from nnmpi.nn.lora import LoRA
+from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import refuses, usage_error
+from tests.memory.test_recompute import store_here
 
 TOKENS = np.random.default_rng(0).integers(0, 13, (4, 6))
 LAYOUTS = [  # ranks, layout, how it gathers, and the base's dtype
@@ -85,6 +89,19 @@ def test_weights_that_stay_are_no_activations():
         narrow, wide = (activations(layout, width) for width in (100, 1100))
         # of 2 rows: the mask of the ReLU, and what passes make of them
         assert (wide - narrow) / 1000 < 2 * 4 * 8, layout
+
+
+def test_a_plan_neither_counts_nor_moves_weights_that_stay(tmp_path):
+    """A layer's backward pass reads them, and they are no part of what the layer saves for it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 700), nn.ReLU())
+    model = nn.Sequential(*model, nn.Linear(700, 8), nn.ReLU(), nn.Linear(8, 8))
+    nn.adapt(model, 1, targets="0").initialize(seed=0)
+    store, backend = store_here(tmp_path)
+    layers = of_chain(model, open_chain(model), "float32", backend)
+    x = Tensor(backend.asarray(np.ones((64, 8), np.float32)), requires_grad=True)
+    costs = {cost.name: cost for cost in measure(layers, x, backend, store)}
+    assert costs["4"].saved < 8 * 700 * 4 and costs["4"].moves
+    store.close()
 
 
 def test_a_copy_trains_as_the_original_does():

@@ -169,6 +169,10 @@ def test_a_callback_is_told_each_record_once():
         ("--optimizer own.py:data", "--optimizer own.py:data: .*; define data(storage, lr)"),
         ("--lr-schedule own.py:loss", "define loss(step, steps, lr)"),
         ("--dataset own.py:falling", "define falling()"),
+        *(
+            (f"--dataset own.py:data {words}", "makes the samples itself; leave --.* out")
+            for words in ("--target k", "--drop k", "--sample-weight w", "--stratify")
+        ),
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         (
             "--loss own.py:number --pp 3",
