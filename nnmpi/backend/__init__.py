@@ -9,6 +9,8 @@ Reading order:
     program/           a step as a value, the basis of `nnmpi.compile`: record its calls, plan
                        their memory, replay them
     recording          what operations, layers and strategies tell a recorder
+    trace, printed     a row formula's arithmetic as numbered lines, and the kernels printed of it,
+                       numba's and a device's
 
 Matrix products:
 
@@ -22,13 +24,16 @@ Devices:
 
     device             CuPy's backend with its memory pool, and `select`, the choice by name. Only
                        this module imports cupy
+    upload             copies to a device: of an array that stays, of batches ahead of their step
 
 Others:
 
     random             random streams by seed and name, random bits by row and column: equal in
                        every layout
     sums               sums over many rows that stay accurate, and blocks that fit the cache
-    windows            views of images for convolution and pooling
+    windows, planes    views of images for convolution and pooling; pooling on planes of them
+    attend             attention of many heads, on views of the heads
+    rotary, normal     rotary positions; the normal distribution's tail, for GELU
     memory             memory use, and reuse of freed memory
     storage            what an optimizer updates, and what strategies tell it
 

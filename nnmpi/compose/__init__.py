@@ -13,7 +13,7 @@ Read in this order:
     activations    activations within a limit; watch: buffers and parameters of users' models;
                    forecast: a pipeline's passes beside their simulation
     evaluation     loss and score over many batches
-    losses         losses and scores by name; numbers that are read from a device once
+    losses         losses and scores by name; scalars: numbers that are read from a device once
     inference      the same loop without losses: a model's outputs
     stats          the numbers of a step, a pass and a segment
     exchange       gradient sums and updates: one interface, a class for each way

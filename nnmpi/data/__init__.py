@@ -8,13 +8,15 @@ Reading order:
     catalogue       data sets by name or path: load reads, prepare downloads
     prepared        large sets: prepared once per node by a team (team), kept in its cache (cache),
                     and mapped (mapped)
+    names           what the numbers of a set stand for: classes, columns, tokens
     images          file formats: IDX (MNIST), CIFAR-10, folders of images
     readers         which function reads which files, a row for each form
-    tables          CSV and DataFrames, by one rule; json_lines: JSON lines, by the same
+    tables          CSV and DataFrames, by one rule; cells: what one cell says
+    json_lines      JSON lines, and parquet: Parquet in row groups, by the same rule
     arrays          npz; hdf5: HDF5, read by rows
     items           data sets of other libraries: PyTorch's, Hugging Face's
     tokenizer       text to tokens and back
-    documents       texts in files: plain, or columns of tables
+    documents       texts in files: plain, or columns of tables; chat: conversations as texts
     text            documents, as blocks of tokens or as sentences
     sampler         the order of samples and their ranks: pure functions, with a picture
     loader          Loader: one rank's batches, with microbatches and prefetch, on host or device

@@ -7,8 +7,10 @@ Reading order:
     container               sequences, residual blocks, parallel branches
     mode                    training and evaluation
     sharding                tables that assign a sharding to each layer
+    summary, hooks          what each layer makes of a sample; functions that see its results
     chain                   a model as a list of layers to cut into stages
     compiled                recorded steps
+    functional              says what to import instead of PyTorch's module of that name
 
 A module's `__all__` is what it offers here. To add a layer, write a `Module` in its family's file,
 or in its own, with its `reach` (see `sharding`) and `shape_after`. An `ActivationLayer` is an

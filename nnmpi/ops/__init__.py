@@ -1,6 +1,7 @@
 """Functional operations on tensors; arithmetic, shapes and indexing are in `nnmpi.tensor`.
 
-A module's `__all__` is what it offers here.
+One file per family: linear, loss, attention, ...; `conv` is a package, and `experts` is the mixture
+of experts that `nn` builds on. A module's `__all__` is what it offers here.
 """
 
 from importlib import import_module

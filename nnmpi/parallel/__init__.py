@@ -13,6 +13,7 @@
     expert parallelism           experts           a batch, and experts of a mixture; rows, results
 
     replication     for all strategies with replicas: checks of equal models, equal first values
+    witness         whether all ranks do the same: compared in some updates, by words
     divergence      the origin of the first value that is not finite
     model_state     which rank has which slice of which array; gather to a checkpoint, and scatter
 

@@ -10,6 +10,7 @@ Reading order:
     tensor                       the public class: each operation is a method
     einsum                       products and sums by the names of axes
     parameter                    a model's parameters as views into flat arrays
+    turns                        ranks agree on operations of a backward pass that need them all
     placement, sharded           sharded tensors; the rest does not depend on them
 
 To add an operation, write a `Function` with forward, backward and `traits`, here or in `ops`, and a

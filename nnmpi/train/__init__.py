@@ -6,12 +6,15 @@ From `nnmpi train` to the first update, in reading order:
     cli            rank 0 merges command line, TOML file and resumed run into one Config, which all
                    ranks receive
     config         every option with default, help and checks; conversion to and from JSON and TOML
+    session        a run from its options to its summary; fit: the same for a program's model
     run            Run: set up from options to train, or opened from a folder to evaluate
     derived        what the options become: layout, attention, microbatches, context
     build          its parts: model, optimizer, schedule, trainer
     inputs         data sets and loaders
     computing      the backend, devices shared by ranks, BLAS threads and numba
     loop           epochs, evaluations, checkpoints, and stopping on a signal
+    measures       the metrics of an evaluation, and the one that decides on the best
+    evaluating     a run's loss and metrics on data, for `nnmpi evaluate` and the result of fit
 
 Output of a run:
 

@@ -245,6 +245,17 @@ def documented(tree):
                     yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
 
 
+def packages_describe_files(tree):
+    """A package's `__init__` names each of its modules, so that a reader finds them there."""
+    for source in tree.sources:
+        package, _, name = source.module.rpartition(".")
+        if source.is_init or package in ("", PACKAGE) or name.startswith("__"):
+            continue
+        text = tree.modules[package].text
+        if not re.search(rf"\b{name}\b", text):
+            yield f"{source.path}:1: the `__init__` of {package} does not say what {name} is for"
+
+
 def one_meaning(tree):
     """A name of a class or of an alias of a type stands in one file."""
     result = {}
@@ -335,6 +346,7 @@ RULES = (
     options_in_train,
     no_shared_state,
     documented,
+    packages_describe_files,
     one_meaning,
     references_exist,
     no_cycles,

@@ -242,13 +242,14 @@ ALLOWED = {
 
 
 def write(root, files):
-    """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does
-    not have.
-    """
+    """Write the files into root/nnmpi; each package's `__init__` names its modules in a comment."""
     for name, text in files.items():
         path = root / "nnmpi" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for init in (root / "nnmpi").glob("*/__init__.py"):
+        modules = " ".join(sorted(path.stem for path in init.parent.glob("*.py")))
+        init.write_text(f"{init.read_text()}# {modules}\n")
 
 
 def test_the_package_keeps_the_rules():
@@ -265,6 +266,14 @@ def test_faults_can_be_planted_in_the_lines_that_are_there():
 def test_the_small_package_keeps_them_too(tmp_path):
     write(tmp_path, GOOD)
     assert violations(tmp_path) == []
+
+
+def test_a_module_that_its_package_does_not_describe_is_found(tmp_path):
+    write(tmp_path, GOOD)
+    (tmp_path / "nnmpi/nn/conv.py").write_text('"""Convolution."""\n')
+    (sentence,) = violations(tmp_path)
+    assert sentence.startswith("nnmpi/nn/conv.py:1:")
+    assert "does not say what conv is for" in sentence
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -2,6 +2,8 @@
 
     kernels        `DeviceKernels`, the kernels as methods for operations (see `backend.kernels`)
     launch         compilation for dtypes, checks, grid sizes
+    cudnn          convolution and attention by cuDNN
+    graph          a recorded step as CUDA graphs
     rows           kernels that are printed of row formulas
     *.cu           the sources of those written by hand; `common.cuh` is prepended to each
 

@@ -6,6 +6,8 @@
     reductions      SUM, MAXLOC, the program's own
     requests        statuses, requests, matched messages
     communicators   messages, collectives, topologies
+    windows         memory that the ranks of a node share
+    scheduler       turns of the ranks: their lines, waits, and state of the interpreter
     modules         the modules that programs import
 
 Messages match receives as in MPI: a receive may take any rank and any tag, and its buffer may be
