@@ -66,7 +66,7 @@ from nnmpi.base.errors import ShapeError, UsageError, is_own
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import is_users
 from nnmpi.base.settled import Settled
-from nnmpi.nn.hooks import ForwardHook, hooked, refusal_of
+from nnmpi.nn.hooks import ForwardHook, hooked
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.tensor.function import Variable, grad_enabled, kind_of
@@ -218,12 +218,6 @@ class Compiled(Settled, read_once="pool"):
                     return _mapped(_copied, self._do(inputs, mode)[1])
                 watch = Watch(self._step, inputs, mode.memory)
                 return self._record(key, inputs, mode, watch, watch.xp)
-            owner = hooked(held.recorder.owners.values()) if ForwardHook.alive else None
-            if owner is not None:
-                self._refusal = refusal_of(owner)
-                return _mapped(_copied, self._do(inputs, mode)[1])
-            if self._refusal:  # of a hook that was removed
-                self._refusal = ""
             if held.known.is_paused():
                 return _mapped(_copied, self._do(inputs, mode)[1])
             if held.is_due():

@@ -281,6 +281,8 @@ def test_sorting_puts_nan_last_and_keeps_the_order_of_equal_elements():
     assert x.argsort().tolist() == [2, 4, 0, 3, 1]
     assert x.argsort(descending=True).tolist() == [1, 0, 3, 2, 4]
     assert x.sort().numpy()[:4].tolist() == [1, 1, 2, 2]
+    beside_infinity = Tensor(here(np.float32([np.nan, np.inf, np.nan, 1])))
+    assert beside_infinity.argsort().tolist() == [3, 1, 0, 2]
     large = Tensor(here(2**60 + np.array([1, 0, 2])))  # alike in float64
     assert large.argsort().tolist() == [1, 0, 2]
     unsigned = Tensor(here(np.array([2**63 + 5, 2**63 + 4, 1], np.uint64)))  # beyond int64
