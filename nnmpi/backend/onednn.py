@@ -239,7 +239,11 @@ class _Session:
         return address
 
     def rounded_room(self, number: int, x: Array) -> int:
-        """Return the address of a room with the bfloat16 of a contiguous array, in its order."""
+        """Return the address of the bfloat16 of a contiguous array, in its order: of a room with
+        them, or of the array's own from `lower`.
+        """
+        if x.dtype == np.uint16:
+            return x.ctypes.data
         room, flat = self.room(number, x.size), x.reshape(1, x.size)
         self.made((self.threads(), x.size), lambda: _rounding(self, flat)[0])(x.ctypes.data, room)
         return room
@@ -480,6 +484,18 @@ def rounded(x: Array) -> Array:
     return np.lib.stride_tricks.as_strided(out, x.shape, [2 * n for n in _compact(x)])
 
 
+def lower(x: Array, out: Array) -> None:
+    """Write the bfloat16 of float32 values to a contiguous array of 16 bits, of their shape.
+
+    Raises:
+        DeviceError: when the library fails.
+    """
+    x, session = np.ascontiguousarray(x).reshape(1, x.size), _session()
+    if x.size:
+        rounding = session.made((session.threads(), x.size), lambda: _rounding(session, x)[0])
+        rounding(x.ctypes.data, out.ctypes.data)
+
+
 def round_into(x: Array, out: Array) -> None:
     """Write float32 values rounded to bfloat16 to a contiguous float32 array of their shape.
 
@@ -657,9 +673,9 @@ def convolve(x: Array, weight: Array, y: Array, windows: ConvWindows) -> None:
     """Write a convolution to y; x and weight are rounded to bfloat16, sums are in float32.
 
     Args:
-        x: images (n, h, w, c).
-        weight: (kh, kw, c / groups, o).
-        y: (n, out_h, out_w, o). All are float32 and C-contiguous.
+        x: images (n, h, w, c), float32 or from `lower`.
+        weight: (kh, kw, c / groups, o), float32.
+        y: (n, out_h, out_w, o), float32. All are C-contiguous.
         windows: the convolution's; the padding is on both sides.
 
     Raises:

@@ -18,8 +18,9 @@ from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.precision import describe_products, round_to_bfloat16
 from nnmpi.base.errors import DeviceError
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
+from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col
-from nnmpi.ops.conv.rounded import ByOnednn, Rounded
+from nnmpi.ops.conv.rounded import ByOnednn, ByProducts, Rounded
 from tests.backend.test_gemm import cases, check
 
 pytestmark = pytest.mark.host_only("the processor's products")
@@ -105,6 +106,11 @@ CONVOLUTIONS = [
     ((2, 16, 16, 16), (3, 3), 32, ConvSpec((3, 3), (2, 2), (1, 1))),
     ((2, 8, 8, 16), (1, 1), 16, ConvSpec((1, 1))),
     ((4, 12, 12, 1), (5, 5), 6, ConvSpec((5, 5), (1, 1), (2, 2))),  # of one channel: LeNet's
+    # of large kernels, for few pixels: products; and of slow image gradients
+    ((3, 2, 3, 96), (3, 3), 80, ConvSpec((3, 3), (1, 1), (1, 1))),
+    ((3, 5, 4, 96), (3, 3), 80, ConvSpec((3, 3), (2, 2), (1, 1))),
+    ((3, 4, 4, 96), (3, 3), 80, ConvSpec((3, 3), (1, 1), (1, 1))),
+    ((3, 9, 8, 16), (3, 3), 16, ConvSpec((3, 3), (2, 2), (1, 1), (1, 1), 16)),
 ]
 
 
@@ -116,13 +122,17 @@ def test_all_passes_of_a_convolution(images, kernel, outputs, spec):
     bias, y = draw(outputs), np.empty((images[0], *spec.pooled_size(*images[1:3]), outputs), "f4")
     grad, results = draw(*y.shape, seed=1), []
     assert onednn.convolves(images, weight.shape, y.shape, spec[1:5])
-    for algorithm in (ByOnednn(spec), Rounded(Im2col(spec))):
+    exact = (Depthwise if spec.groups == images[3] > 1 else Im2col)(spec)
+    ways = [ByOnednn(exact, weight.shape, y.shape, is_amx) for is_amx in (True, False)]
+    products = [ByProducts(spec)] if spec.groups == 1 else []
+    for algorithm in (*ways, *products, Rounded(Im2col(spec))):
         kept = algorithm.forward(x, weight, bias, y, True)
         out = Gradients(*(np.empty_like(item) for item in (x, weight, bias)))
         algorithm.backward(grad, x, weight, kept, out)
         results.append([y.copy(), *out])
-    for found, exact in zip(*results, strict=True):
-        check_near(found, exact)
+    for found in results[:-1]:
+        for array, right in zip(found, results[-1], strict=True):
+            check_near(array, right)
     np.testing.assert_allclose(results[0][3], grad.sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
 
 

@@ -52,12 +52,13 @@ class Columns:
         x: all images, (n, h, w, c). Without padding, windows are views of them, not of a copy.
         spec: the convolution.
         outputs: elements of the result per row of columns.
+        room: bytes of a block's columns and result on the host.
 
     Attributes:
         length: the most rows of a matrix.
     """
 
-    def __init__(self, x: Array, spec: ConvSpec, outputs: int) -> None:
+    def __init__(self, x: Array, spec: ConvSpec, outputs: int, room: int = COLUMNS_BYTES) -> None:
         self._x, self._spec = x, spec
         (n, h, w, c), (top, left) = x.shape, spec.padding
         self._height, width = spec.pooled_size(h, w)
@@ -66,7 +67,7 @@ class Columns:
         self._is_pixels = alone and x.flags.c_contiguous
         self._short, host = spec.kernel[1] * c < SHORT_RUN, isinstance(x, np.ndarray)
         terms, row = prod(spec.kernel) * c, width
-        room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
+        room = max(room, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self._count = max(1, min(n, most // max(1, self._height)))
         self._rows = max(1, min(self._height, most))
@@ -113,14 +114,15 @@ class ProductSum:
 
     Args:
         total: the array for the sum, of a product's shape.
+        multiply: writes or adds one of them, as `gemm` does.
     """
 
-    def __init__(self, total: Array) -> None:
-        self._total, self._begun = total, False
+    def __init__(self, total: Array, multiply: Callable[..., object] = gemm) -> None:
+        self._total, self._multiply, self._begun = total, multiply, False
 
     def add(self, left: Array, right: Array) -> None:
         """Add left @ right."""
-        gemm(left, right, self._total, self._begun)
+        self._multiply(left, right, self._total, self._begun)
         self._begun = True
 
     def finish(self) -> Array:
