@@ -91,6 +91,9 @@ class ByOnednn(ConvAlgorithm):
         large = prod(weight) // prod(y[1:3]) if is_amx and self.spec.groups == 1 else 0
         self._has_large_kernels = large >= LARGE_KERNELS
         self._has_large_gradients = large >= LARGE_GRADIENTS
+        # with a stride, products make the images' gradient of 28 x 28 x 128 faster, too (1.35)
+        least = LARGE_KERNELS if self.spec.stride == (1, 1) else LARGE_GRADIENTS
+        self._images_by_products = large >= least
         # for AMX its image gradient goes group by group: 20 ms instead of 5 for 64 channels
         is_slow = is_amx and self.spec.stride != (1, 1) and isinstance(exact, Depthwise)
         self._depthwise = Rounded(exact) if is_slow else None
@@ -111,7 +114,7 @@ class ByOnednn(ConvAlgorithm):
             self._depthwise.backward(grad, x, weight, None, Gradients(out.x, None, None))
             out = out._replace(x=None)
         low, windows = _low(grad), self.spec[1:5]
-        if out.x is not None and self._has_large_kernels:
+        if out.x is not None and self._images_by_products:
             self._by_products.image_gradient(low, weight, out.x)
         elif out.x is not None:
             call(onednn.image_gradient, (low, weight), (out.x, windows))
