@@ -4,8 +4,8 @@ Reading order:
 
     array, backend     arrays of either library; `Backend`, the interface to a library and its
                        device
-    kernels            the choice of kernels: plain, in the library's functions; in jit/ numba's for
-                       the host; in cuda/ a device's
+    kernels            the choice of kernels: plain, in the library's functions; onednn_kernels and,
+                       in jit/, numba's for the host; in cuda/ a device's
     program/           a step as a value, the basis of `nnmpi.compile`: record its calls, plan
                        their memory, replay them
     recording          what operations, layers and strategies tell a recorder
@@ -17,7 +17,7 @@ Matrix products:
     precision          their modes: float32, tf32, bf16, fp16
     gemm               the product that operations call
     cublas             memory layouts of matrices, and products on a device with few calls
-    onednn             products and convolutions of bfloat16 on the host
+    onednn             products, convolutions of bfloat16 and activations on the host
     blas               NumPy's BLAS, its threads; a check for code of an older processor
 
 Devices:

@@ -49,6 +49,8 @@ class Activation:
         torch: the name of PyTorch's function in torch.nn.functional, which takes the same settings;
             "" if it has none.
         torch_words: its further arguments.
+        onednn: the name of oneDNN's function (`onednn.FUNCTIONS`), where that is faster; "" if it
+            has none or is not. Its parameter is the first setting.
         settings: with which tests try it.
         values: where it has a derivative: "any", or "nonzero" if it bends at 0.
     """
@@ -60,6 +62,7 @@ class Activation:
     torch: str
     backward: Formula | None = None
     torch_words: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    onednn: str = ""
     settings: tuple[float, ...] = ()
     values: str = "any"
 
@@ -253,20 +256,35 @@ LEAKY_RELU = Activation(
     lambda x, slope: x.each("LeakyRelu", alpha=slope),
     "leaky_relu",
     backward=leaky_grad,
+    onednn="relu",
     settings=(-0.25,),
     values="nonzero",
 )
 SIGMOID = Activation(
-    "sigmoid", _sigmoid, Saves.RESULT, "Sigmoid", "sigmoid", backward=_sigmoid_grad
+    "sigmoid",
+    _sigmoid,
+    Saves.RESULT,
+    "Sigmoid",
+    "sigmoid",
+    backward=_sigmoid_grad,
+    onednn="logistic",
 )
 TANH = Activation("tanh", _tanh, Saves.RESULT, "Tanh", "tanh", backward=_tanh_grad)
-SILU = Activation("silu", _silu, Saves.DERIVATIVE, lambda x: x * x.each("Sigmoid"), "silu")
+SILU = Activation(
+    "silu",
+    _silu,
+    Saves.DERIVATIVE,
+    lambda x: x * x.each("Sigmoid"),
+    "silu",
+    onednn="swish",
+)
 GELU = Activation(
     "gelu",
     _gelu,
     Saves.DERIVATIVE,
     lambda x: _half_times(x, (x * (1 / sqrt(2))).each("Erf")),
     "gelu",
+    onednn="gelu_erf",
 )
 GELU_TANH = Activation(
     "gelu tanh",
@@ -275,6 +293,7 @@ GELU_TANH = Activation(
     lambda x: _half_times(x, ((x + x * x * x * 0.044715) * sqrt(2 / pi)).each("Tanh")),
     "gelu",
     torch_words=MappingProxyType({"approximate": "tanh"}),
+    onednn="gelu_tanh",
 )
 ELU = Activation(
     "elu",
@@ -282,6 +301,7 @@ ELU = Activation(
     Saves.DERIVATIVE,
     lambda x, alpha: x.each("Elu", alpha=alpha),
     "elu",
+    onednn="elu",
     settings=(0.7,),
     values="nonzero",
 )

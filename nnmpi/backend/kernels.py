@@ -2,6 +2,7 @@
 
     arrays                                     kernels                          switched by
     NumPy's                                    `plain.PlainKernels`
+    NumPy's, float32, with oneDNN              `onednn_kernels.OnednnKernels`   jit(False): off
     NumPy's, float32, inside `with jit():`     `jit.kernels.NumbaKernels`       jit(), jit(False)
     a device's, floating point                 `cuda.kernels.DeviceKernels`,    on, except in
                                                cuDNN's in `cuda.cudnn`          jit(False)
@@ -26,9 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend import onednn
 from nnmpi.backend.array import Array, Dtype, namespace
 from nnmpi.backend.cuda.cudnn import TYPES, Cudnn, cudnn_of
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
+from nnmpi.backend.onednn_kernels import OnednnKernels
 from nnmpi.backend.plain import PlainKernels
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import UsageError
@@ -42,7 +45,9 @@ def kernels_of(array: Array) -> Any:
     """Return the kernels for arrays like this, in use here: a `PlainKernels`."""
     enabled = _enabled.get()
     if isinstance(array, np.ndarray):
-        return load() if enabled and array.dtype == FLOAT32 else PLAIN
+        if array.dtype != FLOAT32 or enabled is False:
+            return PLAIN
+        return load() if enabled else _on_host()
     if enabled is False or not works_on(array.dtype):
         return PLAIN
     return device_kernels(namespace(array)) or PLAIN
@@ -101,6 +106,12 @@ def bias_grad(grad: Array, to_bias: Array) -> None:
 def setting() -> bool | None:
     """Return `jit`'s setting in this context; it is a part of the key of recorded steps."""
     return _enabled.get()
+
+
+@cache
+def _on_host() -> PlainKernels:
+    """Return the kernels of float32 arrays of the host without `jit`."""
+    return PLAIN if onednn.find().library is None else OnednnKernels()
 
 
 @contextmanager

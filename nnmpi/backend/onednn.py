@@ -655,6 +655,75 @@ def _is_readable(x: Array) -> bool:
     return True
 
 
+# ---- functions of each element
+
+# dnnl_types.h's numbers: of the function, and of its derivative from its result instead of from x
+FUNCTIONS = {
+    "relu": (0x20, 0x100),
+    "tanh": (0x21, 0x101),
+    "elu": (0x22, 0x22),
+    "logistic": (0x29, 0x104),
+    "gelu_tanh": (0x2B, 0x2B),
+    "swish": (0x2C, 0x2C),
+    "gelu_erf": (0x31, 0x31),
+}
+
+
+def activate(x: Array, y: Array, name: str, alpha: float = 1) -> None:
+    """Write a function of each element of x to y; both are float32 and C-contiguous.
+
+    Args:
+        name: the library's, one of `FUNCTIONS`.
+        alpha: its parameter.
+
+    Raises:
+        DeviceError: when the library fails.
+    """
+    _elementwise(False, x.size, name, alpha)(x.ctypes.data, y.ctypes.data)
+
+
+def activation_gradient(
+    saved: Array, grad: Array, to_x: Array, name: str, alpha: float = 1
+) -> None:
+    """Write the gradient of x, given that of the result, and x; or, where the library knows the
+    derivative by it, the result.
+    """
+    addresses = saved.ctypes.data, grad.ctypes.data, to_x.ctypes.data
+    _elementwise(True, grad.size, name, alpha)(*addresses)
+
+
+def _elementwise(backwards: bool, size: int, name: str, alpha: float) -> _Primitive:
+    session = _session()
+    key = (session.threads(), backwards, size, name, alpha)
+    return session.made(key, lambda: _make_elementwise(session, backwards, size, name, alpha))
+
+
+def _make_elementwise(
+    session: _Session, backwards: bool, size: int, name: str, alpha: float
+) -> _Primitive:
+    what, row = f"{name} of {size} elements", session.description((1, size), (size, 1), _FLOAT32)
+    forward, derivative = FUNCTIONS[name]
+    numbers = ctypes.c_float(alpha), ctypes.c_float(0)
+    create = "dnnl_eltwise_{}_primitive_desc_create"
+    given = (session.engine, _TRAINING, forward, row, row, *numbers, None)
+    if not backwards:
+        return session.primitive(
+            create.format("forward"), what, given, {_SOURCE: row, _RESULT: row}
+        )
+    hint, functions = _POINTER(), session.functions
+    check(functions.dnnl_eltwise_forward_primitive_desc_create(_at(hint), *given), what)
+    saved = _RESULT if derivative != forward else _SOURCE
+    try:
+        return session.primitive(
+            create.format("backward"),
+            what,
+            (session.engine, derivative, row, row, row, *numbers, hint, None),
+            {saved: row, _TO_RESULT: row, _TO_SOURCE: row},
+        )
+    finally:
+        functions.dnnl_primitive_desc_destroy(hint)
+
+
 # ---- convolutions
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nnmpi.backend.activations import Activation, Saves
 from nnmpi.backend.array import (
     Array,
     Dtype,
@@ -101,6 +102,33 @@ class PlainKernels:
         for x, target in zip(results[count:], sums, strict=True):
             self.bias_grad(x, target)
         return results[:count]
+
+    # ---- activations
+
+    def activation(
+        self, form: Activation, x: Array, keep: bool, *settings: float
+    ) -> tuple[Array, Any]:
+        """Return an activation of x, and what its gradient reads (see `Saves`).
+
+        Args:
+            keep: whether a gradient will be needed.
+        """
+        if form.saves is not Saves.DERIVATIVE:
+            (y,) = self.rows(form.forward, x, *settings, blocks=False)
+            return y, x if form.saves is Saves.INPUT else y
+        dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
+        rows = np.reshape(x, (x.size // max(width, 1), width))
+        if is_low(dtype):  # of a device without its kernels
+            rows = self.cast(rows, FLOAT32)
+        results = self.rows(form.forward, rows, keep, *settings)
+        y, saved = (self.cast(results[i], dtype) for i in (0, -1))
+        return y.reshape(x.shape), saved
+
+    def activation_grad(self, form: Activation, grad: Array, saved: Any, *settings: float) -> Array:
+        """Return the gradient of x."""
+        if form.backward is None:
+            return self.multiply(grad, saved.reshape(grad.shape))
+        return self.rows(form.backward, grad, saved, *settings, blocks=False)[0]
 
     # ---- any shape
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.activations import FORMS, Activation, Saves
+from nnmpi.backend.activations import FORMS, Activation
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
-from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.precision import is_low
 from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.function import Elementwise, Grads, Variable
 from nnmpi.tensor.operand import require_floating
@@ -178,26 +178,14 @@ class ActivationFunction(Elementwise):
         self.form, self.settings = form, settings
 
     def forward(self, x: Array) -> Array:
-        form, kernels = self.form, kernels_of(x)
-        if form.saves is not Saves.DERIVATIVE:
-            (y,) = kernels.rows(form.forward, x, *self.settings, blocks=False)
-            self.saved = (x if form.saves is Saves.INPUT else y, kernels)
-            return y
-        dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
-        rows = np.reshape(x, (x.size // max(width, 1), width))
-        if is_low(dtype):  # of a device without its kernels
-            rows = kernels.cast(rows, FLOAT32)
-        results = kernels.rows(form.forward, rows, self.needs[0], *self.settings)
-        y, saved = (kernels.cast(results[i], dtype) for i in (0, -1))
+        kernels = kernels_of(x)
+        y, saved = kernels.activation(self.form, x, self.needs[0], *self.settings)
         self.saved = (saved, kernels)
-        return y.reshape(x.shape)
+        return y
 
     def backward(self, grad: Array) -> Grads:
-        (saved, kernels), form = self.saved, self.form
-        if form.backward is None:
-            return (kernels.multiply(grad, saved.reshape(grad.shape)),)
-        (to_x,) = kernels.rows(form.backward, grad, saved, *self.settings, blocks=False)
-        return (to_x,)
+        saved, kernels = self.saved
+        return (kernels.activation_grad(self.form, grad, saved, *self.settings),)
 
 
 def activated(form: Activation, x: Any, *settings: float) -> Any:
