@@ -207,7 +207,9 @@ def test_a_pass_takes_what_is_planned(name, away, tmp_path):
         assert_takes(forward, x, y)
     silent = {"forward_work": 0, "keep_work": 0, "backward_work": 0}
     before = OptimalPlans([replace(cost, **silent) for cost in plans.costs]).least
-    assert name == "mlp" or max(cost.forward_work for cost in plans.costs) > 2**16
+    # of "wide" by NumPy alone: oneDNN's activations have no temporary arrays
+    needs_more = name != "mlp" and (name != "wide" or onednn.find().library is None)
+    assert not needs_more or max(cost.forward_work for cost in plans.costs) > 2**16
     assert before < plans.least
     usage_error(
         "give at least",

@@ -671,8 +671,8 @@ FAULTS = (
     Fault(
         "device: a gradient's blocks of images replace one another",
         "nnmpi/ops/conv/im2col.py",
-        "gemm(left, right, self._total, self._begun)",
-        "gemm(left, right, self._total)",
+        "self._multiply(left, right, self._total, self._begun)",
+        "self._multiply(left, right, self._total, False)",
         "tests/gpu/test_conv.py",
     ),
     Fault(
