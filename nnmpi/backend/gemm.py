@@ -123,9 +123,12 @@ def gemm(
 
 
 def name_products() -> str:
-    """Return what multiplies float32 matrices on this host, as text: its bits are theirs."""
-    blas, other = name_blas(blas_pool(loaded_pools().info())), onednn.for_float32()
-    return blas if other is None else f"{blas}, oneDNN {other.version} for large products"
+    """Return what computes products and activations in float32, as text: its bits are theirs."""
+    blas, other = name_blas(blas_pool(loaded_pools().info())), onednn.find().library
+    if other is None:
+        return blas
+    work = "activations" if onednn.for_float32() is None else "large products and activations"
+    return f"{blas}, oneDNN {other.version} for {work}"
 
 
 def _rounded_product(a: Array, b: Array, out: Any, add: bool) -> Array:

@@ -2,8 +2,8 @@
 
     arrays                                     kernels                          switched by
     NumPy's                                    `plain.PlainKernels`
-    NumPy's, float32, with oneDNN              `onednn_kernels.OnednnKernels`   jit(False): off
-    NumPy's, float32, inside `with jit():`     `jit.kernels.NumbaKernels`       jit(), jit(False)
+    NumPy's, float32, with oneDNN              `onednn_kernels.OnednnKernels`   on, without jit()
+    NumPy's, float32, inside `with jit():`     `jit.kernels.NumbaKernels`       on within jit()
     a device's, floating point                 `cuda.kernels.DeviceKernels`,    on, except in
                                                cuDNN's in `cuda.cudnn`          jit(False)
 
@@ -45,7 +45,7 @@ def kernels_of(array: Array) -> Any:
     """Return the kernels for arrays like this, in use here: a `PlainKernels`."""
     enabled = _enabled.get()
     if isinstance(array, np.ndarray):
-        if array.dtype != FLOAT32 or enabled is False:
+        if array.dtype != FLOAT32:
             return PLAIN
         return load() if enabled else _on_host()
     if enabled is False or not works_on(array.dtype):
@@ -130,7 +130,7 @@ def jit(enabled: bool = True) -> Iterator[None]:
 
     Example:
         >>> layer = nn.Linear(3, 2).initialize(seed=0)
-        >>> with nnmpi.jit(False):  # plain NumPy, even within an outer `with nnmpi.jit():`
+        >>> with nnmpi.jit(False):  # nothing compiled, even within an outer `with nnmpi.jit():`
         ...     layer(np.ones((1, 3), "float32")).shape
         (1, 2)
     """
