@@ -759,6 +759,10 @@ def read_line_blocks(path: Path, newline: str | None = None) -> Iterator[list[st
                     raise DataError(
                         f"{path} has a line of more than {LINE:,} characters; divide it"
                     )
+                if not any(map(str.isspace, lines)):
+                    blank = 0
+                    yield lines
+                    continue
                 for is_blank, run in groupby(map(str.isspace, lines)):
                     blank = blank + len([*run]) if is_blank else 0
                     if blank > BLANK_LINES:

@@ -317,7 +317,7 @@ def _fills(table: Table, kinds: Mapping[int, ColumnKind]) -> dict[int, float]:
         column = _numbers(table, [place], [kind])[:, 0]
         missing = np.isnan(column)
         learned = column[table.training]
-        some = learned[~np.isnan(learned)]
+        some = learned[~np.isnan(learned)] if missing.any() else learned
         if not len(some):
             some = column[~missing]
         result[place] = float(np.median(some)) if len(some) else 0.0
@@ -356,11 +356,16 @@ def encode(
         kinds = [encoding[at].kind for at in numeric]
         numbers = _numbers(table, [places[at] for at in numeric], kinds, rows)
         missing = np.isnan(numbers)
-        for row, at in np.argwhere(missing & _without_fill(encoding, numeric))[:1].tolist():
-            raise table.wrong(first + row, places[numeric[at]], no_number(""))
-        result[rows] = 0
-        result[rows, starts[numeric]] = np.where(missing, fills, numbers)
-        filled += int(missing.sum())
+        if missing.any():
+            for row, at in np.argwhere(missing & _without_fill(encoding, numeric))[:1].tolist():
+                raise table.wrong(first + row, places[numeric[at]], no_number(""))
+            np.copyto(numbers, fills, where=missing)
+            filled += int(missing.sum())
+        if numbers.shape[1] == result.shape[1]:
+            result[rows] = numbers
+        else:
+            result[rows] = 0
+            result[rows, starts[numeric]] = numbers
     for at, column in enumerate(encoding):
         if column.kind not in _NUMERIC:
             part = result[:, starts[at] : starts[at + 1]]

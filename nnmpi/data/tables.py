@@ -197,7 +197,8 @@ def _line_blocks(path: Path) -> Iterator[list[str]]:
                 raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
             if ends_with_return is None:
                 ends_with_return = lines[0].endswith("\r")
-            if not ends_with_return and text.count("\r") > text.count("\r\n"):
+            has_return = "\r" in text and not ends_with_return
+            if has_return and text.count("\r") > text.count("\r\n"):
                 raise DataError(
                     f"{path} has a carriage return within a line, which may or may not end it;"
                     " remove it"

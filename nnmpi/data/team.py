@@ -83,7 +83,7 @@ class Spool:
     def extend(self, values: Sequence[float] | NDArray[np.float64]) -> None:
         """Add numbers, (n,)."""
         if isinstance(values, np.ndarray):
-            self._added.frombytes(values.tobytes())
+            self._added.frombytes(np.ascontiguousarray(values).view(np.uint8).data)
         else:
             self._added.extend(values)
 
