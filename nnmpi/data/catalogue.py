@@ -379,14 +379,14 @@ class _Form:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return a file, or all files in a folder that are not hidden, sorted."""
+    """Return a file, or all files in a folder that are not hidden, sorted as texts."""
     if not path.is_dir():
         return [path]
-    result = list[Path]()
+    result = list[str]()
     for place, folders, names in os.walk(path):
         folders[:] = [folder for folder in folders if folder[0] != "."]
-        result += [Path(place, name) for name in names if name[0] != "."]
-    return sorted(result)
+        result += [os.path.join(place, name) for name in names if name[0] != "."]
+    return [*map(Path, sorted(result))]
 
 
 def _texts(columns: str | Sequence[str | int]) -> tuple[str, ...]:

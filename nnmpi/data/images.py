@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import io
 import math
+import os
 import re
 import tarfile
 import warnings
@@ -254,12 +255,9 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
         )
     for name, images in result.items():
         known = {*images}
-        left = [item for item in _folders_in(folder / name) if _has_images(item)]
-        left += [
-            file
-            for file in _files_in(folder / name)
-            if file not in known and file.suffix.lower() not in BESIDE
-        ]
+        folders, files = _listed(folder / name)
+        left = [item for item in folders if _has_images(item)]
+        left += [item for item in files if item not in known and item.suffix.lower() not in BESIDE]
         if left:
             raise DataError(
                 f"{left[0]} would be left out of the class {name!r}: images are read from its own"
@@ -284,17 +282,29 @@ def left_beside(classes: Mapping[str, Sequence[Path]], folder: Path) -> list[str
     return [f"{some}, such as {left[0].relative_to(folder)}"]
 
 
+def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return a folder's subfolders and its other items, sorted, without hidden ones.
+
+    The listing tells them apart: to ask the file system of each of many images takes as long as to
+    read their headers.
+    """
+    folders, files = list[str](), list[str]()
+    with os.scandir(folder) as items:
+        for item in items:
+            # a link that leads to itself is an error to `scandir`
+            is_folder = Path(item).is_dir() if item.is_symlink() else item.is_dir()
+            hidden = (".", "__") if is_folder else "."
+            if not item.name.startswith(hidden):
+                (folders if is_folder else files).append(item.name)
+    return [folder / name for name in sorted(folders)], [folder / name for name in sorted(files)]
+
+
 def _folders_in(folder: Path) -> list[Path]:
-    return [
-        item
-        for item in sorted(folder.iterdir())
-        if item.is_dir() and not item.name.startswith((".", "__"))
-    ]
+    return _listed(folder)[0]
 
 
 def _files_in(folder: Path) -> list[Path]:
-    files = (item for item in sorted(folder.iterdir()) if not item.name.startswith("."))
-    return [item for item in files if not item.is_dir()]
+    return _listed(folder)[1]
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -355,13 +365,12 @@ def load_classes(
     with team.agreed():
         own = [_measure(files[number]) for number in team.share(len(files))]
     looks = [*chain.from_iterable(team.gather(own))]
-    width, height = np.median([size for size, _ in looks], axis=0).astype(int).tolist()
-    is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for _, mode in looks)
+    width, height = np.median([size for size, _, _ in looks], axis=0).astype(int).tolist()
+    is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for _, mode, _ in looks)
     shape = height, width, 1 if is_gray else 3
     with team.agreed():
-        check_unpacked(
-            folder, len(files) * math.prod(shape), sum(file.stat().st_size for file in files)
-        )
+        packed_bytes = sum(nbytes for _, _, nbytes in looks)
+        check_unpacked(folder, len(files) * math.prod(shape), packed_bytes)
 
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         files = [*chain.from_iterable(classes.values())]
@@ -377,10 +386,10 @@ def load_classes(
     return part(train), part(test) if test else None
 
 
-def _measure(file: Path) -> tuple[tuple[int, int], str]:
-    """Return the size and the mode of an image, of which only the header is read."""
+def _measure(file: Path) -> tuple[tuple[int, int], str, int]:
+    """Return the size and the mode of an image, of which only the header is read, and its bytes."""
     with open_image(file) as image:
-        return image.size, image.mode
+        return image.size, image.mode, file.stat().st_size
 
 
 def _find_parts(folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]] | None] | None:
