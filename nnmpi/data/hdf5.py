@@ -5,11 +5,13 @@
     sim.h5:a/u,a/p,b/u,b/p         the same of a training and a test part
 
 An array that is stored in one piece is mapped. One in chunks, which may be compressed, is read by
-whole chunks, of which the last ones are kept. Files are opened for reading alone, without HDF5's
-lock: it would keep ranks of other nodes out.
+whole chunks, of which the last ones are kept; before each read the file is compared with what it
+was. Files are opened for reading alone, without HDF5's lock, which would keep other nodes' ranks
+out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.base.files import check_unpacked, foreign
 from nnmpi.data.lazy import as_rows
-from nnmpi.data.mapped import FileArray
+from nnmpi.data.mapped import FileArray, check_unchanged, state_of
 
 SUFFIXES = (".h5", ".hdf5", ".hdf")
 MOST_LISTED = 12  # names in a message
@@ -73,18 +75,23 @@ def read_hdf5(
 
 
 def in_place(x: Any) -> Any:
-    """Return h5py's array mapped, if it is one piece of a file that is only read; else unchanged.
+    """Return h5py's array mapped, if it is one piece of a file, or by rows; others unchanged.
+
+    A file that is only read must stay as it is.
 
     Raises:
-        DataError: for a file that ends before the array does.
+        DataError: for a file that ends before the array does; and, when rows are read, for one that
+            was changed meanwhile.
     """
-    if type(x).__module__.partition(".")[0] != "h5py" or x.chunks is not None or not x.size:
+    if type(x).__module__.partition(".")[0] != "h5py":
         return x
-    file, nbytes, offset = x.file, x.size * x.dtype.itemsize, x.id.get_offset()
+    if x.file.mode != "r" or x.file.driver != "sec2":
+        return x
+    path, nbytes = Path(x.file.filename), x.size * x.dtype.itemsize
+    is_whole = x.chunks is None and x.size and x.id.get_storage_size() == nbytes
     # of an array that nothing was written to the offset is none
-    if file.mode != "r" or file.driver != "sec2" or x.id.get_storage_size() != nbytes or not offset:
-        return x
-    path = Path(file.filename)
+    if not is_whole or not (offset := x.id.get_offset()):
+        return as_rows(x, partial(check_unchanged, path, state_of(path)))
     if path.stat().st_size < offset + nbytes:
         raise DataError(f"{path}: {x.name} ends behind the file's end; it is truncated")
     return FileArray(path, x.dtype, x.shape, offset)
@@ -124,10 +131,9 @@ def _array(path: Path, file: Any, name: str, has: str) -> Any:
         )
     if dtype.kind not in "biuf" or not item.shape:
         raise DataError(f"{where} is {dtype} {item.shape}; needs rows of real numbers")
-    nbytes, rows = item.size * dtype.itemsize, in_place(item)
-    if rows is not item:
+    rows = as_rows(in_place(item))  # which keeps the file open
+    if isinstance(rows, FileArray):
         return rows
-    check_unpacked(path, nbytes)
-    rows = as_rows(item)  # which keeps the file open
+    check_unpacked(path, item.size * dtype.itemsize)
     rows[:1]  # what unpacks it may be missing
     return rows

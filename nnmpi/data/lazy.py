@@ -93,10 +93,12 @@ class Foreign(LazyRows):
 
     Args:
         source: the array.
+        check: called before rows are read; raises an error if they may be others by now.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, check: Callable[[], None] | None = None) -> None:
         self.source, self.shape, self.dtype = source, tuple(source.shape), source.dtype
+        self._check = check
 
     def take(self, indices: Integers, axis: int = 0) -> Array:
         """See `LazyRows`."""
@@ -116,6 +118,8 @@ class Foreign(LazyRows):
         if not count:
             return np.empty((0, *self.shape[1:]), self.dtype)
         what = type(self.source).__name__
+        if self._check is not None:
+            self._check()
         try:
             result = np.asarray(self.source[rows])
         except (NnmpiError, KeyboardInterrupt, SystemExit):
@@ -141,10 +145,16 @@ class Chunked(Foreign):
     Args:
         source: h5py's or zarr's array; its `chunks` are lengths along the axes.
         kept_bytes: of the chunks that are kept.
+        check: see `Foreign`.
     """
 
-    def __init__(self, source: Any, kept_bytes: int = KEPT_BYTES) -> None:
-        super().__init__(source)
+    def __init__(
+        self,
+        source: Any,
+        kept_bytes: int = KEPT_BYTES,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(source, check)
         # a chunk of many rows, such as a full column, is read in parts
         most = max(1, kept_bytes // max(1, row_bytes(source)))
         self._step = min(int(source.chunks[0]), most)
@@ -246,12 +256,18 @@ def is_lazy(x: Any) -> bool:
     return isinstance(shape, tuple) and isinstance(dtype, np.dtype)
 
 
-def as_rows(x: Any) -> Any:
-    """Return a lazy array as a mapped ndarray or LazyRows; these unchanged."""
+def as_rows(x: Any, check: Callable[[], None] | None = None) -> Any:
+    """Return a lazy array as a mapped ndarray or LazyRows; these unchanged.
+
+    Args:
+        x: the array.
+        check: see `Foreign`.
+    """
     if isinstance(x, np.ndarray | LazyRows):
         return x
     chunks = getattr(x, "chunks", None)
-    return Chunked(x) if chunks and isinstance(chunks[0], int) else Foreign(x)
+    is_chunked = chunks and isinstance(chunks[0], int)
+    return Chunked(x, check=check) if is_chunked else Foreign(x, check)
 
 
 def change_rows(x: Any, function: RowsFunction) -> Any:

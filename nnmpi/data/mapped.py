@@ -3,7 +3,8 @@
 Where the file is not on a local disk, its rows are read by calls in place of a mapping: a page that
 a server has lost ends a process by SIGBUS, without a word. On a local disk the file is compared,
 before each read, with what it was when it was opened: one that was cut meanwhile is an error in a
-sentence.
+sentence. Rows that follow one another, which may be many, are read by calls there, too; single ones
+are copied from the mapping at once.
 """
 
 import os
@@ -50,6 +51,21 @@ def _mounts() -> tuple[tuple[str, str], ...]:
     found = [(line.split()[4], line.partition(" - ")[2].split()[0]) for line in lines]
     found.reverse()  # of two mounts on one folder the later one is seen
     return tuple(sorted(found, key=lambda pair: -len(pair[0])))
+
+
+def check_unchanged(path: Path, before: FileState) -> None:
+    """Refuse a file that was changed since its state was taken.
+
+    Raises:
+        DataError: with what has changed.
+    """
+    if (now := state_of(path)) != before:
+        sizes = f"it had {before[0]} bytes, and has {now[0]}"
+        what = sizes if now[0] != before[0] else "it was written at another time"
+        raise DataError(
+            f"{path} was changed while it was in use ({what}); bring it back and resume, or train"
+            " anew"
+        )
 
 
 def is_local(path: Path) -> bool:
@@ -101,7 +117,7 @@ class FileArray(LazyRows):
         if (is_local(path) if by_calls is None else not by_calls) and self.size:
             # as an ndarray: indexing a memmap takes 10 times as long
             self._mapped = np.memmap(path, self.dtype, "r", offset, shape).view(np.ndarray)
-        else:
+        if self._mapped is None or not is_ours:
             self._number = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._number)
 
@@ -117,15 +133,8 @@ class FileArray(LazyRows):
 
     def _check(self) -> None:
         """Refuse a file that was changed since it was opened."""
-        if self._is_ours:
-            return
-        if (now := state_of(self.path)) != (before := self._state):
-            sizes = f"it had {before[0]} bytes, and has {now[0]}"
-            what = sizes if now[0] != before[0] else "it was written at another time"
-            raise DataError(
-                f"{self.path} was changed while it was in use ({what}); bring it back and resume,"
-                " or train anew"
-            )
+        if not self._is_ours:
+            check_unchanged(self.path, self._state)
 
     def take(self, indices: Integers, axis: int = 0) -> NDArray[Any]:
         """See `LazyRows`."""
@@ -140,7 +149,7 @@ class FileArray(LazyRows):
     def part(self, start: int, stop: int) -> NDArray[Any]:
         """See `LazyRows`."""
         self._check()
-        if self._mapped is not None:
+        if self._mapped is not None and self._is_ours:
             return self._mapped[start:stop]
         result = np.empty((stop - start, *self.shape[1:]), self.dtype)
         self._read(result, start)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from time import time
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,11 +19,12 @@ from PIL import Image
 import nnmpi
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.base.files import locked
-from nnmpi.data import Normalize, cache, catalogue, facts, load, mapped, prepared
+from nnmpi.data import Dataset, Normalize, cache, catalogue, facts, load, mapped, prepared
 from nnmpi.data.arrays import read_npz
 from nnmpi.data.cache import entries, remove_unused
 from nnmpi.data.catalogue import Wanted
-from nnmpi.data.lazy import Chosen, read_all
+from nnmpi.data.images import load_classes
+from nnmpi.data.lazy import Chosen, is_mapped, read_all
 from nnmpi.data.mapped import FileArray, is_local
 from nnmpi.data.tables import NO_RULES
 from nnmpi.train.inputs import NodeTeam
@@ -303,6 +305,49 @@ def test_a_file_that_is_cut_while_it_is_read_by_calls_is_named(tmp_path, monkeyp
     )
     with pytest.raises(DataError, match="cannot be read any more .stale"):
         array[5:6]
+
+
+def test_rows_that_follow_one_another_survive_a_file_that_is_cut(tmp_path, monkeypatch):
+    """They may be many and be used for long: a page behind the end would be SIGBUS."""
+    path = npz(tmp_path, x=bytes_of(64, 64), y=labels())
+    array = FileArray(path, np.uint8, (ROWS, 64, 64), 128, by_calls=False)
+    rows = array[5:ROWS]
+    assert not is_mapped(rows) and np.array_equal(rows, array.take(np.arange(5, ROWS)))
+    monkeypatch.setattr(array, "_check", lambda: None)
+    os.truncate(path, 500)
+    assert rows.any()
+    with pytest.raises(DataError, match="was cut while it was in use"):
+        array[5:ROWS]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (4, 64, 64), "compression": "gzip"}])
+def test_an_hdf5_file_that_changes_in_the_middle_is_named(options, tmp_path):
+    path = tmp_path / "set.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=bytes_of(64, 64), **options)
+        file["y"] = labels()
+    sets = load(path)[0], Dataset("own", h5py.File(path, locking=False)["x"], labels(), 3)
+    for train in sets:
+        train.x[:2]
+    os.utime(path, (1, 1))
+    for train in sets:
+        with pytest.raises(DataError, match=f"{path} was changed while it was in use"):
+            train.x[ROWS // 2 : ROWS // 2 + 2]
+
+
+def test_a_folder_of_many_pictures_is_listed_and_not_asked_of_each(tmp_path, monkeypatch):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("L", (4, 4), number).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "cat/again").symlink_to("again")
+    with pytest.raises(DataError, match="cat/again would be left out of the class 'cat'"):
+        load_classes(tmp_path, "pets")
+    (tmp_path / "cat/again").unlink()
+    asked, is_dir = [], Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: asked.append(path) or is_dir(path))
+    assert len(load_classes(tmp_path, "pets")[0]) == 20
+    assert not [path for path in asked if path.suffix]
 
 
 def test_a_source_that_changed_is_another_one(tmp_path, own_cache, all_large):
