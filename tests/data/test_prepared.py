@@ -307,6 +307,26 @@ def test_a_file_that_is_cut_while_it_is_read_by_calls_is_named(tmp_path, monkeyp
         array[5:6]
 
 
+@pytest.mark.parametrize("by_calls", [False, True])
+def test_rows_of_a_slow_disk_are_asked_for_at_once(by_calls, tmp_path, monkeypatch):
+    path = npz(tmp_path, x=bytes_of(64, 64), y=labels())
+    array = FileArray(path, np.uint8, (ROWS, 64, 64), 128, by_calls=by_calls)
+    asked, seconds = [], [0.0]
+    monkeypatch.setattr(os, "posix_fadvise", lambda *words: asked.append(words[1:3]))
+
+    def clock():
+        seconds[0] += took
+        return seconds[0]
+
+    monkeypatch.setattr(mapped, "perf_counter", clock)
+    for took, expected in ((0.0, 2), (0.0, 0), (1.0, 0), (0.0, 2), (0.0, 0)):
+        rows = array.take(np.array([7, 3]))
+        assert np.array_equal(rows, array[3:8][[4, 0]])
+        places = [(128 + 7 * 4096, 4096), (128 + 3 * 4096, 4096)]
+        assert asked == places[:expected], took
+        asked.clear()
+
+
 def test_rows_that_follow_one_another_survive_a_file_that_is_cut(tmp_path, monkeypatch):
     """They may be many and be used for long: a page behind the end would be SIGBUS."""
     path = npz(tmp_path, x=bytes_of(64, 64), y=labels())
