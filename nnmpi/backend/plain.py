@@ -416,9 +416,13 @@ class PlainKernels:
     def softmax_loss_grad(
         self, grad: Array, saved: Residuals, ignore_index: int | None, smoothing: float
     ) -> Array:
-        """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,)."""
+        """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,).
+
+        It takes the place of the saved powers: of a large vocabulary they are a model's largest
+        arrays.
+        """
         powers, sums, targets, used = saved
-        result = powers * (grad / sums)[:, None]
+        result = np.multiply(powers, (grad / sums)[:, None], out=powers)
         hit = grad
         if smoothing:
             hit = grad * (1 - smoothing)
