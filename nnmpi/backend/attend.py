@@ -19,7 +19,6 @@ which has fewer elements than the powers.
 Queries may have several times as many heads as keys and values: neighbouring heads of queries form
 a group, which shares a head of keys and values (Ainslie et al., "GQA", 2023). They are computed one
 head of each group after another, on the same view of the keys and values, which are not copied.
-With rotary positions a block of queries, and one of keys, is turned where it is read.
 
 Hidden scores (.) are replaced whatever their value: NaN in a later query or key reaches no earlier
 result. But a hidden power is 0, and 0 times NaN is NaN. So within a band NaN in a later value
@@ -43,7 +42,6 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.backend.rotary import Rotary, Rotation
 from nnmpi.backend.sums import ELEMENTS, slices
 
 # Queries per band, with a causal mask and without one.
@@ -62,23 +60,12 @@ class Block(NamedTuple):
 
     Attributes:
         queries, keys: their sequences and heads.
-        place, group: which of the heads that share keys these are, and of how many.
+        is_first: whether these are the first that read their keys.
     """
 
     queries: HeadRange
     keys: HeadRange
-    place: int
-    group: int
-
-    @property
-    def is_first(self) -> bool:
-        """Whether these are the first that read their keys."""
-        return self.place == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether these are the last that read their keys."""
-        return self.place == self.group - 1
+    is_first: bool
 
 
 Blocks: TypeAlias = list[tuple[Block, list[Piece]]]
@@ -113,7 +100,6 @@ def attend(
     causal: bool,
     keep: bool,
     drop: AttentionDropout | None = None,
-    rotary: Rotary | None = None,
 ) -> Residuals:
     """Write softmax(q k^T / sqrt(features)) v to y, and return the residuals for `attend_grad`.
 
@@ -124,7 +110,6 @@ def attend(
         causal: whether query i sees the keys 0..i alone; there are then as many keys as queries.
         keep: whether `attend_grad` will be called.
         drop: the dropout, or None; with one, the arrays are plain ones.
-        rotary: turns queries and keys, if they have the positions from 0 on; or None.
     """
     xp = namespace(y)
     q, k, v = inputs
@@ -132,8 +117,7 @@ def attend(
     count = sum((j - i) * seen for i, j, seen in which.bands())
     saved = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
     top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(q, (*q.shape[:3], 1))[..., 0]
-    rotation = None if rotary is None else rotary.at((which.queries,), q)
-    attend_more(inputs, y, top, total, which, saved, first=True, rotation=rotation)
+    attend_more(inputs, y, top, total, which, saved, first=True)
     np.divide(y, total[..., None], out=y)
     return (q, k, v, y, total, saved) if keep else ()
 
@@ -144,7 +128,6 @@ def attend_grad(
     targets: Trio,
     causal: bool,
     drop: AttentionDropout | None = None,
-    rotary: Rotary | None = None,
 ) -> None:
     """Write the gradients of q, k and v.
 
@@ -152,17 +135,34 @@ def attend_grad(
         grad: like y, the gradient of the result.
         residuals: from `attend`.
         targets: receive the gradients; of the shapes of q, k and v, with any strides.
-        causal, drop, rotary: as for `attend`.
+        causal, drop: as for `attend`.
     """
     q, k, v, y, total, powers = residuals
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
     share = _like_packed(grad, grad.shape)
     np.divide(grad, total[..., None], out=share)
     inner = np.einsum("bhtd,bhtd->bht", share, y)  # CuPy's einsum has no `out`
-    rotation = None if rotary is None else rotary.at((which.queries,), q)
-    attend_more_grad(
-        share, inner, (q, k, v), None, targets, which, powers, first=True, rotation=rotation
-    )
+    attend_more_grad(share, inner, (q, k, v), None, targets, which, powers, first=True)
+
+
+def attend_next(q: Heads, k: Heads, v: Heads, y: Heads) -> None:
+    """Write the attention of a single query of each head to y, which sees all keys.
+
+    For text that is generated token by token, of which a block of `attend` has little to compute:
+    its many calls take longer. The queries of a group are rows that read the same keys.
+
+    Args:
+        q: (batch, heads, 1, features).
+        k, v: (batch, key heads, keys, features), as for `attend`.
+        y: (batch, heads, 1, values).
+    """
+    batch, heads, _, features = q.shape
+    shape = batch, k.shape[1], heads // k.shape[1]
+    p = gemm(q.reshape(*shape, features) * q.dtype.type(1 / sqrt(features)), k.swapaxes(2, 3))
+    np.exp(np.subtract(p, p.max(axis=3, keepdims=True), out=p), out=p)
+    sums = gemm(p, v)
+    sums /= p.sum(axis=3, keepdims=True)
+    np.copyto(y, sums.reshape(y.shape))
 
 
 def attend_more(
@@ -173,7 +173,6 @@ def attend_more(
     which: KeyBlock,
     saved: Array | None = None,
     first: bool = False,
-    rotation: Rotation | None = None,
 ) -> None:
     """Attend to more keys by an online softmax (Milakov and Gimelshein, 2018).
 
@@ -191,7 +190,6 @@ def attend_more(
         which: the positions of these queries and keys.
         saved: receives the powers, (n,); None if backward computes them again.
         first: whether these are the first keys; sums, top and total are then only written.
-        rotation: of queries and keys, which have the same positions; or None.
     """
     xp = namespace(sums)
     q, k, v = inputs
@@ -199,15 +197,9 @@ def attend_more(
     most, size = _largest(q, blocks)
     room, scaled_all = xp.empty((size if saved is None else 0,), q.dtype), _like_packed(q, most)
     for block, pieces in blocks:
-        qb, vb = q[block.queries], v[block.keys]
+        qb, kb, vb = q[block.queries], k[block.keys], v[block.keys]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
-        if rotation is None:
-            kb = k[block.keys]
-            np.multiply(qb, scale, out=scaled)
-        else:
-            if block.is_first:
-                kb = rotation.of(k[block.keys])
-            rotation.write(qb, scaled, scale)
+        np.multiply(qb, scale, out=scaled)
         for (i, j, seen), part in pieces:
             target = _piece(saved, room, part, (*qb.shape[:2], seen, j - i))
             p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i, target)
@@ -240,7 +232,6 @@ def attend_more_grad(
     which: KeyBlock,
     saved: Array | None = None,
     first: bool = False,
-    rotation: Rotation | None = None,
 ) -> None:
     """Add the gradients of queries, and of a block of keys and values.
 
@@ -257,7 +248,6 @@ def attend_more_grad(
         saved: the powers that `attend_more` saved; None to compute them again.
         first: write the gradients instead of adding them; for the full sequence's queries and keys
             only.
-        rotation: as for `attend_more`; only with `first`.
     """
     xp = namespace(share)
     (q, k, v), (to_q, to_k, to_v) = inputs, targets
@@ -269,14 +259,8 @@ def attend_more_grad(
         for target in (to_k, to_v):
             np.copyto(target, 0)
     for block, pieces in blocks:
-        qb, vb, gb = q[block.queries], v[block.keys], share[block.queries]
-        to_qb, to_vb = to_q[block.queries], to_v[block.keys]
-        if rotation is not None:
-            qb = rotation.of(qb)
-        if block.is_first:
-            kb, to_kb = k[block.keys], to_k[block.keys]
-            if rotation is not None:
-                kb, to_kb = rotation.of(kb), xp.empty(kb.shape, kb.dtype)
+        qb, kb, vb, gb = q[block.queries], k[block.keys], v[block.keys], share[block.queries]
+        to_qb, to_kb, to_vb = to_q[block.queries], to_k[block.keys], to_v[block.keys]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
         np.multiply(gb, scale, out=scaled)
         less = np.multiply(inner[block.queries], scale, out=xp.empty(gb.shape[:3], q.dtype))
@@ -297,10 +281,6 @@ def attend_more_grad(
             np.multiply(np.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
             gemm(d, qb[:, :, i:j], to_kb[:, :, :seen], add=adds)
             gemm(d.swapaxes(2, 3), kb[:, :, :seen], to_qb[:, :, i:j], add=not first)
-        if rotation is not None:
-            np.copyto(to_qb, rotation.of(to_qb, back=True))
-            if block.is_last:
-                rotation.write(to_kb, to_k[block.keys], back=True)
 
 
 @dataclass(frozen=True)
@@ -422,7 +402,7 @@ def _grouped(parts: Iterator[HeadRange], group: int) -> Iterator[Block]:
     for sequences, heads in parts:
         for place in range(group):
             queries = slice(heads.start * group + place, heads.stop * group, group)
-            yield Block((sequences, queries), (sequences, heads), place, group)
+            yield Block((sequences, queries), (sequences, heads), place == 0)
 
 
 def _blocks(k: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[HeadRange]:

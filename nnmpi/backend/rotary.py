@@ -47,32 +47,29 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of heads (..., positions, features).
+    """The rotation of heads (batch, heads, positions, features).
+
+    With the halves of each head exchanged it is two products of whole heads:
+
+        [a' b'] = [a b] [cos cos] + [b a] [-sin sin]
 
     Attributes:
-        cos, sin: of each position and pair, (positions, features / 2).
+        cos, sin: the factors above, (positions, features).
     """
 
     cos: Array
     sin: Array
 
-    def write(self, x: Array, out: Array, scale: float = 1.0, back: bool = False) -> None:
-        """Write x, turned and scaled, to `out`, which shares no memory with it; or turned back."""
-        half = x.shape[-1] // 2
-        cos, sin = (self.cos, self.sin) if scale == 1 else (self.cos * scale, self.sin * scale)
-        (a, b), (to_a, to_b) = ((item[..., :half], item[..., half:]) for item in (x, out))
-        np.multiply(a, cos, out=to_a)
-        np.multiply(b, cos, out=to_b)
-        if back:
-            a, to_a, b, to_b = b, to_b, a, to_a
-        np.subtract(to_a, b * sin, out=to_a)
-        np.add(to_b, a * sin, out=to_b)
-
     def of(self, x: Array, back: bool = False) -> Array:
-        """Return x turned, or turned back, in new memory."""
-        result = np.empty(x.shape, x.dtype, like=x)
-        self.write(x, result, back=back)
-        return result
+        """Return x turned, or turned back, in new memory (batch, positions, heads, features)."""
+        rows = x.swapaxes(1, 2)  # the order of a projection, along which its memory is read
+        halves = (*rows.shape[:3], 2, rows.shape[3] // 2)
+        exchanged = namespace(x).reshape(rows, halves)[..., ::-1, :]
+        far = exchanged * namespace(x).reshape(self.sin, (len(self.sin), 1, *halves[3:]))
+        result = rows * self.cos[:, None]
+        combine = np.subtract if back else np.add
+        combine(result, namespace(x).reshape(far, rows.shape), out=result)
+        return result.swapaxes(1, 2)
 
 
 @lru_cache(64)
@@ -81,6 +78,6 @@ def _rotation(
 ) -> Rotation:
     places = np.fromiter(chain.from_iterable(positions), "float64")
     angles = places[:, None] * np.array(frequencies)
-    return Rotation(
-        *(xp.asarray(table.astype(dtype)) for table in (np.cos(angles), np.sin(angles)))
-    )
+    cos, sin = np.cos(angles), np.sin(angles)
+    tables = np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
+    return Rotation(*(xp.asarray(table.astype(dtype)) for table in tables))

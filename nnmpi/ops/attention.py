@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.attend import AttentionDropout, Heads
+from nnmpi.backend.attend import AttentionDropout, Heads, attend_next
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.kernels import cast, kernels_of, to_float32
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import call
@@ -200,17 +200,15 @@ class CachedAttention(Function):
             self._attend_next(self.before, q, k, v, y)
 
     def _continue(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
-        # no mask for a single token after others: it sees all
-        start, causal = before.count, self.causal and not before.count
+        start = before.count
         if self.rotary is not None:
             rotation = self.rotary.at((range(start, start + q.shape[2]),), q)
-            q, k = self._turned(rotation, q, k)
-        self.kernels.attend((q, *before.extend(k, v)), y, causal, False)
-
-    def _turned(self, rotation: Rotation, *heads: Heads) -> list[Heads]:
-        """Return heads turned; half precision, on a device, is computed in float32."""
-        cast = self.kernels.cast
-        return [cast(rotation.of(cast(item, rotation.cos.dtype)), item.dtype) for item in heads]
+            q, k = _turned(rotation, q), _turned(rotation, k)
+        keys, values = before.extend(k, v)
+        if start and isinstance(q, np.ndarray):
+            attend_next(q, keys, values, y)  # a single token sees all: no mask
+        else:
+            self.kernels.attend((q, keys, values), y, self.causal and not start, False)
 
     def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
         """Attend to the cached tokens and one more, in a graph of a device.
@@ -227,7 +225,7 @@ class CachedAttention(Function):
         if self.rotary is not None:
             rotation = self.rotary.at((range(len(places)),), q)
             row = [np.take(table, number, axis=0)[None] for table in (rotation.cos, rotation.sin)]
-            q, k = self._turned(Rotation(*row), q, k)
+            q, k = _turned(Rotation(*row), q), _turned(Rotation(*row), k)
         for cached, new in zip(before.room, (k, v), strict=True):
             np.copyto(cached, new, where=(places == number)[:, None])
         k, v = before.room
@@ -360,7 +358,7 @@ class GroupedAttention(CachedAttention):
         causal, kernels, before, rotary: as for `CachedAttention`.
     """
 
-    __slots__ = ("features",)
+    __slots__ = ("features", "positions")
 
     traits = Traits(
         onnx=WRITTEN,
@@ -392,6 +390,7 @@ class GroupedAttention(CachedAttention):
     ) -> None:
         self.features, self.causal, self.kernels = features, causal, kernels
         self.before, self.rotary = before, rotary
+        self.positions: tuple[range, ...] | None = None  # this rank's of shared sequences
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: by positions, or by heads of keys with their queries.
@@ -408,6 +407,7 @@ class GroupedAttention(CachedAttention):
             same_placement(self, inputs, "needs the same positions of queries, keys and values")
             if shard.axis == 1:
                 self.kernels = over_ranks(self, shard, self.kernels)
+                self.positions = shard.placement.ranges(shard.group.size, shard.group.rank)
             return shard.placement
         if not self._are_groups(inputs):
             raise shard.error(self, "needs the keys, values and queries of whole groups on a rank")
@@ -436,8 +436,11 @@ class GroupedAttention(CachedAttention):
         if self.before is not None:
             self.attend_cached(queries, keys, values, heads)
             return y
+        if self.rotary is not None:
+            rotation = self._rotation(self.rotary, q)
+            queries, keys = _turned(rotation, queries), _turned(rotation, keys)
         trio, needs = (queries, keys, values), True in self.needs
-        residuals = self.kernels.attend(trio, heads, self.causal, needs, None, self.rotary)
+        residuals = self.kernels.attend(trio, heads, self.causal, needs)
         self.saved = (residuals, [item.shape for item in (q, k, v)])
         return y
 
@@ -447,8 +450,16 @@ class GroupedAttention(CachedAttention):
             return tuple(self.xp.empty((*grad.shape[:2], 0), grad.dtype) for _ in range(3))
         grads = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         (given,), targets = self._split(grad), self._split(*grads)
-        self.kernels.attend_grad(given, residuals, targets, self.causal, None, self.rotary)
+        self.kernels.attend_grad(given, residuals, targets, self.causal)
+        if self.rotary is not None:
+            rotation = self._rotation(self.rotary, grad)
+            for target in targets[:2]:
+                np.copyto(target, _turned(rotation, target, back=True))
         return grads
+
+    def _rotation(self, rotary: Rotary, like: Array) -> Rotation:
+        """Return the rotation at the positions of these (batch, time, features)."""
+        return rotary.at(self.positions or (range(like.shape[1]),), like)
 
     def _split(self, *packed: Array) -> tuple[Heads, ...]:
         """Return the heads of each (batch, time, heads * features)."""
@@ -457,6 +468,11 @@ class GroupedAttention(CachedAttention):
             xp.reshape(item, (*item.shape[:2], item.shape[2] // width, width)).swapaxes(1, 2)
             for item in packed
         )
+
+
+def _turned(rotation: Rotation, x: Heads, back: bool = False) -> Heads:
+    """Return heads turned; half precision, on a device, is computed in float32."""
+    return cast(rotation.of(to_float32(x), back), x.dtype)
 
 
 class DroppedAttention(PackedAttention):

@@ -27,7 +27,6 @@ from nnmpi.backend.plain import inverse_root
 from nnmpi.backend.precision import is_low, low_dtype
 from nnmpi.backend.printed import PrintedKernels, itself
 from nnmpi.backend.random import least_kept, place_of
-from nnmpi.backend.rotary import Rotary
 from nnmpi.backend.trace import VECTOR, kinds_of, name_of
 
 COPY_AXES = 6  # as in copy.cu
@@ -253,7 +252,6 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         causal: bool,
         keep: bool,
         drop: Any = None,
-        rotary: Rotary | None = None,
     ) -> Residuals:
         """Attention of all heads at once, by cuDNN for half precision without dropout.
 
@@ -268,9 +266,6 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         """
         xp = namespace(y)
         q, k, v = inputs
-        if rotary is not None:
-            q, k = self._turned(rotary, q, k)
-            inputs = q, k, v
         library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
         # A single query follows others: the keys grow at each call, and a plan takes longer to
         # build than such a product.
@@ -292,12 +287,6 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
             self.copy(y, gemm(_folded(self._left(p, drop), v), v).reshape(y.shape))
         return (q, k, v, p)
 
-    def _turned(self, rotary: Rotary, *heads: Array, back: bool = False) -> list[Array]:
-        """Return heads turned by their positions; half precision is computed in float32."""
-        rotation = rotary.at((range(heads[0].shape[2]),), heads[0])
-        wide = [self.cast(item, rotation.cos.dtype) for item in heads]
-        return [self.cast(rotation.of(item, back), heads[0].dtype) for item in wide]
-
     def attend_grad(
         self,
         grad: Array,
@@ -305,23 +294,8 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         targets: tuple[Array, ...],
         causal: bool,
         drop: Any = None,
-        rotary: Rotary | None = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
-        self._attend_grad(grad, residuals, targets, causal, drop)
-        if rotary is not None:
-            turned = self._turned(rotary, *targets[:2], back=True)
-            for target, back in zip(targets, turned, strict=False):
-                self.copy(target, back)
-
-    def _attend_grad(
-        self,
-        grad: Array,
-        residuals: Residuals,
-        targets: tuple[Array, ...],
-        causal: bool,
-        drop: Any,
-    ) -> None:
         xp = namespace(grad)
         if len(residuals) == 5:  # cuDNN's
             *inputs, y, statistics = residuals

@@ -231,9 +231,8 @@ def _grouped_attention(f: GroupedAttention, y: Array, q: Any, k: Any, v: Any) ->
         if f.rotary is None:
             return x
         rotation = f.rotary.at((range(time),), y)
-        cos, sin = (np.concatenate([item, item], axis=-1) for item in (rotation.cos, rotation.sin))
         a, b = x.add("Split", count=2, axis=3)
-        return x * cos + (b * -1.0).add("Concat", a, axis=3) * sin
+        return x * rotation.cos + b.add("Concat", a, axis=3) * rotation.sin
 
     queries = turned(heads(q, shared * group)).reshape(batch, shared, group, time, width)
     keys, values = (

@@ -68,7 +68,6 @@ from nnmpi.backend.attend import (
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import Box, call
-from nnmpi.backend.rotary import Rotary, Rotation
 from nnmpi.base.errors import LayoutError, counted
 from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
@@ -98,13 +97,9 @@ class RingAttention:
         causal: bool,
         keep: bool,
         drop: AttentionDropout | None = None,
-        rotary: Rotary | None = None,
     ) -> Residuals:
         """See `backend.attend.attend`, for this rank's positions."""
-        q, k, v = inputs
-        if rotary is not None:
-            rotation = self._rotation(rotary, q)
-            inputs = _turned(rotation, q), _turned(rotation, k), v
+        q = inputs[0]
         top, total = (
             np.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype, like=y)
             for _ in range(2)
@@ -119,18 +114,9 @@ class RingAttention:
         grads: Trio,
         causal: bool,
         drop: AttentionDropout | None = None,
-        rotary: Rotary | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
         call(self._backward, (grad, residuals, grads, causal, drop))
-        if rotary is not None:
-            rotation = self._rotation(rotary, residuals[0])
-            for target in grads[:2]:
-                target[...] = _turned(rotation, target, back=True)
-
-    def _rotation(self, rotary: Rotary, like: Array) -> Rotation:
-        """Return the rotation at this rank's positions."""
-        return rotary.at(self._ranges[self._group.rank], like)
 
     def _forward(
         self,
@@ -240,11 +226,6 @@ class RingAttention:
                     )
 
 
-def _turned(rotation: Rotation, x: Heads, back: bool = False) -> Heads:
-    """Return heads turned; half precision is computed in float32."""
-    return cast(rotation.of(to_float32(x), back), x.dtype)
-
-
 def _slices(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:
     """Yield each nonempty range, and the slice of its positions among the rank's."""
     start = 0
@@ -300,12 +281,11 @@ class UlyssesAttention:
         causal: bool,
         keep: bool,
         drop: AttentionDropout | None = None,
-        rotary: Rotary | None = None,
     ) -> Residuals:
         """See `backend.attend.attend`, for this rank's positions."""
         check_heads(inputs[1].shape[1], self._group.size)
         saved = Box()
-        options = causal, keep, self._local_drop(drop, y, inputs[1]), rotary
+        options = causal, keep, self._local_drop(drop, y, inputs[1])
         call(self._forward, (inputs, y, options, saved))
         return (saved,)
 
@@ -316,10 +296,9 @@ class UlyssesAttention:
         grads: Trio,
         causal: bool,
         drop: AttentionDropout | None = None,
-        rotary: Rotary | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
-        options = causal, self._local_drop(drop, grad, grads[1]), rotary
+        options = causal, self._local_drop(drop, grad, grads[1])
         call(self._backward, (grad, residuals[0], grads, options))
 
     def _local_drop(
