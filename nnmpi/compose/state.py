@@ -3,7 +3,6 @@
 Checkpoints save them. Each entry has its region of the full array.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.agreement import on_root
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.nn.lora import BaseDigest, adapters
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ArraySource, ModelState, StateEntry
@@ -44,10 +44,7 @@ def model_state(
 
 
 def base_digest(arrangement: Arrangement) -> str:
-    """Return a hash of the weights that adapters are added to; "" without adapters. Collective.
-
-    Of their names and values in float32: the same in every layout and dtype.
-    """
+    """Return a hash of the weights that adapters are added to; "" without adapters. Collective."""
     model, mesh = arrangement.model, arrangement.mesh
     order = [name for name, item in model.full_weights() if item.is_base]
     if not order:
@@ -68,16 +65,22 @@ def base_digest(arrangement: Arrangement) -> str:
         )
         for name, item in base.items()
     ]
-    digest = hashlib.blake2b(digest_size=16)
+    digest = BaseDigest()
 
     def add(name: str, array: Array) -> None:
         if array.dtype == np.uint16:  # the bits of bfloat16
             array = array.view(bfloat16())
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(array, np.float32).data)
+        digest.add(name, array)
 
     ModelState(entries, order, mesh.world).gather(add)
-    return on_root(mesh.world, digest.hexdigest)
+    return on_root(mesh.world, lambda: str(digest))
+
+
+def adapter_alphas(arrangement: Arrangement) -> dict[str, float]:
+    """Return each adapter's alpha by the full name of its A, see `nn.LoRA`. Collective."""
+    here = {layer.lora_a.name: layer.alpha for _, layer in adapters(arrangement.model)}
+    stages = arrangement.mesh.pp.gather(here)
+    return {name: alpha for stage in stages for name, alpha in stage.items()}
 
 
 def _stored(item: Parameter) -> Any:

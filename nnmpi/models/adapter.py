@@ -11,7 +11,7 @@ and `nn.LoRA` cannot is refused by its name in adapter_config.json.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from nnmpi.base.errors import DataError, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.lora import adapt
+from nnmpi.nn.lora import BaseDigest, adapt
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -129,19 +129,31 @@ def load_adapter(model: Module, folder: Path, names: Mapping[str, str]) -> None:
     storage.version.meet()
 
 
-def adapted(model: Sequential, folder: Path, names: Mapping[str, str]) -> Sequential:
+def adapted(
+    model: Sequential,
+    folder: Path,
+    names: Mapping[str, str],
+    base_dtype: Literal["bf16"] | None = None,
+) -> Sequential:
     """Give a full model with values the adapter in a folder of PEFT's; return the model.
 
     Args:
         model: the base.
         folder, names: see `read_adapter`.
+        base_dtype: see `adapt`.
 
     Raises:
-        DataError: see `load_adapter`.
+        DataError: see `load_adapter`; also for an adapter that says that it was trained on others.
     """
     known, dtype = read_adapter(folder, names), model.storage.dtype.name
-    adapt(model, known.rank, known.alpha, ",".join(known.layers), known.dropout)
-    load_adapter(model.initialize(dtype=dtype), folder, names)
+    adapt(model, known.rank, known.alpha, ",".join(known.layers), known.dropout, base_dtype)
+    model.initialize(dtype=dtype)
+    if known.base and known.base != BaseDigest.of(model):
+        raise DataError(
+            f"{folder} was trained on other weights than this model's, or on these with another"
+            " base_dtype; give what it was trained on"
+        )
+    load_adapter(model, folder, names)
     return model
 
 

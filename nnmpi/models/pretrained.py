@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from nnmpi.models.gpt import gpt
 from nnmpi.models.llama_files import FIRST_IN_BLOCK, TYPES, LlamaConfigReader, LlamaSize
 from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.lora import adapters
+from nnmpi.nn.lora import BaseDigest, adapters
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -262,7 +262,10 @@ def read_ends(folder: Path) -> list[int]:
 
 
 def from_pretrained(
-    folder: str | Path, dtype: str = "float32", adapter: str | Path | None = None
+    folder: str | Path,
+    dtype: str = "float32",
+    adapter: str | Path | None = None,
+    base_dtype: Literal["bf16"] | None = None,
 ) -> Sequential:
     """Return the model in a folder of Hugging Face's transformers, with its weights.
 
@@ -273,14 +276,24 @@ def from_pretrained(
         folder: with config.json and the weights.
         dtype: of the model.
         adapter: a folder of PEFT's, whose adapter the model gets; see `nn.adapt`.
+        base_dtype: "bf16" keeps the weights below an adapter in bfloat16, see `nn.adapt`.
 
     Raises:
-        DataError: for a folder that cannot be read, or another architecture.
+        DataError: for a folder that cannot be read, another architecture, or an adapter that was
+            trained on other weights.
+        UsageError: for a base_dtype without an adapter.
     """
+    if base_dtype is not None and adapter is None:
+        raise UsageError(
+            "base_dtype is for weights that an adapter is added to; give adapter=, or nn.adapt a"
+            " base_dtype"
+        )
     size = read_size(Path(folder))
     model = size.build().initialize(seed=0, dtype=dtype)
     load_pretrained(model, Path(folder))
-    return model if adapter is None else adapted(model, Path(adapter), layer_names(size))
+    if adapter is None:
+        return model
+    return adapted(model, Path(adapter), layer_names(size), base_dtype)
 
 
 def save_adapter(folder: str | Path, model: Module, base: str | Path) -> None:
@@ -304,7 +317,8 @@ def save_adapter(folder: str | Path, model: Module, base: str | Path) -> None:
         )
     _, alpha, dropout = settings.pop()
     names = layer_names(read_size(Path(base)))
-    write_adapter(Path(folder), model.state(), alpha, dropout, names, str(base))
+    digest = BaseDigest.of(model)
+    write_adapter(Path(folder), model.state(), alpha, dropout, names, str(base), digest)
 
 
 def _gpt_size(file: Path, values: Mapping[str, Any]) -> GPTSize:

@@ -15,6 +15,7 @@ With tensor parallelism A and B are cut with their layer:
 so the gradients of the whole factor are summed over the ranks, which is `LoRA.whole`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -221,6 +222,32 @@ def _fits(model: Module, name: str, target: str) -> bool:
 def adapters(model: Module) -> Iterator[tuple[str, LoRA]]:
     """Yield the layers with adapters, by full names."""
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoRA))
+
+
+class BaseDigest:
+    """A hash of the weights that adapters are added to, by their full names.
+
+    It is of values in float32, so the same in every layout and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, name: str, values: Array) -> None:
+        """Add a weight."""
+        self._hash.update(name.encode())
+        self._hash.update(np.ascontiguousarray(values, np.float32).data)
+
+    @classmethod
+    def of(cls, model: Module) -> str:
+        """Return that of a full model with values; "" for one without adapters."""
+        result, base = cls(), dict(model.named_base())
+        for name, item in base.items():
+            result.add(name, item.numpy())
+        return str(result) if base else ""
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
 
 
 def merge(model: Module) -> dict[str, Array]:

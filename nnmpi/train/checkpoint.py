@@ -81,7 +81,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Mesh
 from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.evaluation import Evaluation
-from nnmpi.compose.state import base_digest, spread
+from nnmpi.compose.state import adapter_alphas, base_digest, spread
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.metrics.metric import Metric
@@ -261,6 +261,22 @@ class Checkpoint:
                 f"{self.folder} has adapters of another base than this model's: its weights have"
                 " changed since; give the model that they were trained on"
             )
+
+    def check_alphas(self, now: Mapping[str, float]) -> None:
+        """Refuse adapters that would be added with another factor.
+
+        Args:
+            now: of the model, see `adapter_alphas`.
+
+        Raises:
+            CheckpointError: for one whose alpha is not that of the checkpoint.
+        """
+        for name, alpha in self.values.get("alphas", {}).items():  # earlier versions had none
+            if now.get(name, alpha) != alpha:
+                raise CheckpointError(
+                    f"{self.folder} has {name} of an adapter of alpha {alpha:g}, and the model's"
+                    f" adapter has alpha {now[name]:g}; give it the checkpoint's"
+                )
 
     def weights(self) -> ArraySource:
         """Return what gives the weights to use, `source_of` a file: the average if one is kept."""
@@ -636,6 +652,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         values = {
             "run": optimizer.run_id,
             "base": base_digest(training.arrangement),
+            "alphas": adapter_alphas(training.arrangement),
             "optimizer": training.scalars(),
             "place": position,
             "objects": list(objects),
@@ -723,6 +740,7 @@ def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
                 " both the same objects by the same names"
             )
         last.check_base(base_digest(training.arrangement))
+        last.check_alphas(adapter_alphas(training.arrangement))
         _read(last, training)
         training.load_scalars(last.values["optimizer"])
         training.optimizer.run_id = last.values.get("run", "")

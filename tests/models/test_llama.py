@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Layout, Worker, arrange, models, nn, optim, simulate
-from nnmpi.base.errors import NnmpiError, ShapeError
+from nnmpi.base.errors import DataError, NnmpiError, ShapeError
 from nnmpi.models.llama_files import LlamaSize
 from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_pretrained
 from nnmpi.models.torch_weights import open_arrays
@@ -140,3 +140,28 @@ def test_ends_are_those_of_both_files(folder):
     assert read_ends(folder) == [3, 4, 22]
     (folder / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
     data_error("eos_token_id is .*; give numbers", read_ends, folder)
+
+
+def test_an_adapter_is_read_onto_its_base(tmp_path):
+    """Kept in bfloat16, too; onto other weights, or these in another dtype, it is refused."""
+    for seed, name in enumerate(("base", "other")):
+        model = LlamaSize(11, 8, 8, 2, 2, 1, 12, 4).build().initialize(seed=seed)
+        save_pretrained(tmp_path / name, model.state(), LlamaSize(11, 8, 8, 2, 2, 1, 12, 4))
+    folder, tokens = tmp_path / "adapter", np.zeros((1, 4), int)
+    model = models.from_pretrained(tmp_path / "base")
+    nn.adapt(model, 2, base_dtype="bf16").initialize(seed=1)
+    for parameter in model.parameters():
+        parameter.data[...] += 0.1
+    models.save_adapter(folder, model, tmp_path / "base")
+    again = models.from_pretrained(tmp_path / "base", adapter=folder, base_dtype="bf16")
+    assert dict(again.named_base())["0.tokens.weight"].kept is not None
+    assert np.array_equal(again(tokens).data, model(tokens).data)
+    sentence = "was trained on other weights than this model's, or on these with another base_dtype"
+    for name in ("base", "other"):
+        refuses(DataError, sentence, models.from_pretrained, tmp_path / name, adapter=folder)
+    usage_error(
+        "base_dtype is for weights that an adapter",
+        models.from_pretrained,
+        tmp_path / "base",
+        base_dtype="bf16",
+    )

@@ -318,6 +318,37 @@ def test_a_checkpoint_is_of_its_base(tmp_path, ranks):
     )
 
 
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"alpha": 6.0}, "an adapter of alpha 2, and the model's adapter has alpha 6; give it"),
+        ({"rank": 3}, "lora_a .*shape"),
+        ({"targets": "proj"}, "lora_a"),
+        ({"targets": "q,proj"}, "proj.lora_a"),
+        ({"base_dtype": "bf16"}, "adapters of another base"),
+    ],
+)
+def test_a_checkpoint_is_of_its_adapters(tmp_path, settings, sentence):
+    """Of another kind it is refused on all ranks of a pipeline, and changes nothing."""
+
+    def program(group, kind, is_saved):
+        model = models.gpt(13, 6, 8, layers=2, heads=2)
+        nn.adapt(model, **{"rank": 2, "alpha": 2, "targets": "q", **kind})
+        arranged = arrange(model, group, Layout(pp=2, split=(4, 4)))
+        arranged.model.initialize(seed=0, storage=arranged.storage)
+        adam = optim.Adam(arranged.model.storage)
+        saved = arranged.model, adam, arranged
+        if is_saved:
+            nnmpi.save(tmp_path, saved)
+            return
+        before = arranged.model.storage.data.copy()
+        refuses(CheckpointError, sentence, nnmpi.resume, tmp_path, saved)
+        assert np.array_equal(arranged.model.storage.data, before)
+
+    simulate(lambda group: program(group, {}, True), 2)
+    simulate(lambda group: program(group, settings, False), 2)
+
+
 def test_ranks_begin_with_one_base():
     """That of rank 0, as they begin with its weights."""
 
