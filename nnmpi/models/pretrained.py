@@ -17,12 +17,14 @@ attention, which are ignored.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, namespace
+from nnmpi.backend.kernels import cast
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.base.shard import Region
@@ -33,6 +35,7 @@ from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.lora import BaseDigest, adapters
 from nnmpi.nn.module import Module
+from nnmpi.tensor.parameter import Parameter
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 GENERATION = "generation_config.json"
@@ -47,6 +50,7 @@ BLOCK = {
     "mlp.2": "mlp.c_proj",
 }
 OUTPUT = "lm_head.weight"  # a copy of wte.weight, which some files contain
+ELEMENTS = 2**20  # that are read at a time
 # names not needed: constant masks and frequencies, the copy
 IDLE = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq", OUTPUT)
 DTYPES = ("F16", "BF16", "F32", "F64")
@@ -138,24 +142,36 @@ class StoredArrays:
         """Return an array; bfloat16 as float32."""
         return read_array(*self.files[name], name)
 
-    def get_part(self, name: str, region: Region | None, transposed: bool) -> Array:
-        """Return a rank's part of an array, and read no more of it if that is one range.
+    def rows(
+        self, name: str, region: Region | None = None, transposed: bool = False
+    ) -> Iterator[tuple[int, Array]]:
+        """Yield a rank's part of an array: some rows after others, and each time their first
+        element's number.
+
+        A few MB are read at a time, and of a part that is one range no more than it.
 
         Args:
             name: in the file.
             region: the part, of the array as it is here; None for all of it.
             transposed: whether the file has it so.
         """
-        if region is None or region.repeats > 1 or region.second:
+        shape = tuple(self.get_slice(name).get_shape())
+        shape = shape[::-1] if transposed else shape
+        region = region or Region(shape, 0, 0, shape[0])
+        if region.repeats > 1 or region.second:
             array = self.get_tensor(name)
-            array = array.T if transposed else array
-            return array if region is None else region.take(array)
-        if region.start == region.stop:  # which safetensors refuses at an array's end
-            return np.empty(region.local_shape, "float32")
-        axes = [slice(None)] * len(region.shape)
+            yield 0, region.take(array.T if transposed else array)
+            return
+        count, width = region.local_shape[0], prod(region.local_shape[1:])
+        step, begin = max(1, ELEMENTS // max(width, 1)), region.start if region.axis == 0 else 0
+        axes = [slice(None)] * len(shape)
         axes[region.axis] = slice(region.start, region.stop)
-        array = read_array(*self.files[name], name, tuple(reversed(axes) if transposed else axes))
-        return array.T if transposed else array
+        # safetensors refuses an empty range at an array's end
+        for first in range(0, count, step) if width else ():
+            axes[0] = slice(begin + first, begin + min(first + step, count))
+            index = tuple(reversed(axes) if transposed else axes)
+            array = read_array(*self.files[name], name, index)
+            yield first * width, array.T if transposed else array
 
 
 @contextmanager
@@ -289,7 +305,9 @@ def from_pretrained(
             " base_dtype"
         )
     size = read_size(Path(folder))
-    model = size.build().initialize(seed=0, dtype=dtype)
+    model = size.build()
+    leave_undrawn(model, size)
+    model.initialize(dtype=dtype)
     load_pretrained(model, Path(folder))
     if adapter is None:
         return model
@@ -395,31 +413,79 @@ def load_pretrained(model: Module, folder: Path) -> None:
                 )
         tokens, _ = names["0.tokens.weight"]
         is_tied = OUTPUT not in {name for name, _ in names.values()}
-        if (
-            OUTPUT in stored.files
-            and is_tied
-            and not (
-                stored.get_slice(OUTPUT).get_dtype() in DTYPES
-                and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
-            )
-        ):
+        if OUTPUT in stored.files and is_tied and not _are_equal(stored, OUTPUT, tokens):
             raise DataError(
                 f"{file}: {OUTPUT} is not {tokens}; only a model whose output is tied to its"
                 f" embedding, as {CONFIG} says it is, can be read"
             )
-        model.storage.version.meet()
-        spans = {span.parameter: span for span in model.storage.spans}
+        storage = model.storage
+        storage.version.meet()
+        spans = {span.parameter: span for span in storage.spans}
         for ours, parameter in weights:
             name, transposed = names[ours]
-            part = stored.get_part(name, parameter.region, transposed)
-            like = parameter.stored if parameter.home is None else parameter.home.data[0]
-            xp, part = namespace(like), part.astype(model.storage.dtype)
-            values = xp.ascontiguousarray(xp.asarray(part))
-            if parameter.is_base:
-                parameter.hold(values)
+            rows = _here(stored.rows(name, parameter.region, transposed), parameter, storage.dtype)
+            if parameter.home is not None:
+                for first, values in rows:
+                    parameter.home.fill(parameter, values, first)
+            elif parameter.is_base:
+                parameter.hold(_joined(rows, parameter, storage.dtype), storage.dtype)
             else:
-                model.storage.write(spans[parameter], values)
-        model.storage.version.meet()
+                for first, values in rows:
+                    storage.write(spans[parameter], values, first)
+        storage.version.meet()
+
+
+Rows = Iterator[tuple[int, Array]]  # see `StoredArrays.rows`
+
+
+def _here(rows: Rows, parameter: Parameter, dtype: Dtype) -> Rows:
+    """Yield rows in the library of a parameter's values, and in this dtype."""
+    like = parameter.stored if parameter.home is None else parameter.home.data[0]
+    for first, values in rows:
+        part = np.ascontiguousarray(values.astype(dtype, copy=False))
+        yield first, namespace(like).asarray(part)
+
+
+def _joined(rows: Rows, parameter: Parameter, dtype: Dtype) -> Array:
+    """Return all rows of a base's weight, in the dtype in which it is kept."""
+    like = parameter.stored
+    result = np.empty(like.shape, parameter.base_dtype or dtype, like=like)
+    flat = result.reshape(-1)
+    for first, values in rows:
+        flat[first : first + values.size] = cast(values, result.dtype).reshape(-1)
+    return result
+
+
+def _are_equal(stored: StoredArrays, one: str, other: str) -> bool:
+    """Return whether two arrays of a model's files have the same shape and values."""
+    slices = stored.get_slice(one), stored.get_slice(other)
+    return (
+        slices[0].get_dtype() in DTYPES
+        and slices[0].get_shape() == slices[1].get_shape()
+        and all(
+            np.array_equal(a, b)
+            for (_, a), (_, b) in zip(stored.rows(one), stored.rows(other), strict=True)
+        )
+    )
+
+
+def leave_undrawn(model: Module, size: Size) -> None:
+    """Have `initialize` draw no weights that `load_pretrained` writes then.
+
+    Drawn on every rank in float64, they would take more memory and time than reading does.
+
+    Args:
+        model: built of the size, not initialized.
+    """
+    names = {ours for ours, _, _ in size.names(size.layers)}
+    for name, parameter in model.named_weights():
+        if name in names:
+            parameter.init = _undrawn
+
+
+def _undrawn(generator: np.random.Generator, shape: Shape) -> Array:
+    """Return zeros that take no memory."""
+    return np.broadcast_to(np.float32(0), shape)
 
 
 def layer_names(size: Size) -> dict[str, str]:

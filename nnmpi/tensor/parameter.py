@@ -189,14 +189,15 @@ class Parameter(Tensor):
             self.hold(values)
         Parameter.trees += 1
 
-    def hold(self, values: Array) -> None:
+    def hold(self, values: Array, dtype: Dtype | None = None) -> None:
         """Give a base its values, which it keeps in `base_dtype`.
 
         Args:
-            values: in the model's dtype; the array may become the parameter's own.
+            values: in the model's dtype or in that; the array may become the parameter's own.
+            dtype: the model's, if it is another one than that of the values.
         """
         if self.base_dtype is not None:
-            self.wide, values = values.dtype, cast(values, self.base_dtype)
+            self.wide, values = dtype or values.dtype, cast(values, self.base_dtype)
         if self.home is not None:
             self.home.fill(self, values)
             return
@@ -517,10 +518,10 @@ class FlatStorage(Storage, read_once="spans groups rank_local dtype version"):
             self.grads.append(allocate(length, dtype))
         return self.data, self.grads
 
-    def write(self, span: Span, value: Array) -> None:
-        """Copy values of a parameter's shape into the storage."""
-        flat = self._data[span.buffer][span.start : span.stop]
-        flat[...] = namespace(flat).asarray(value).reshape(-1)
+    def write(self, span: Span, value: Array, first: int = 0) -> None:
+        """Copy values of a parameter's shape, or some rows from its element `first` on."""
+        flat = self._data[span.buffer][span.start + first :][: value.size]
+        flat.reshape(value.shape)[...] = namespace(flat).asarray(value)
         self.version.count += 1
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:

@@ -34,7 +34,13 @@ from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import layer_names, load_pretrained, model_named, read_size
+from nnmpi.models.pretrained import (
+    layer_names,
+    leave_undrawn,
+    load_pretrained,
+    model_named,
+    read_size,
+)
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.lora import adapt
 from nnmpi.nn.module import Module
@@ -139,6 +145,7 @@ def _build_sequence_model(
             f" tokenizer, and a --context of at most {size.context}"
         )
     model = size.build(dropout_of(config))
+    leave_undrawn(model, size)
     config = with_adapter(config)  # a plan has not read its folder
     if config.lora is not None:
         settings = config.lora_alpha, config.lora_targets, config.lora_dropout, config.base_dtype

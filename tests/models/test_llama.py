@@ -3,16 +3,22 @@ is read again by every layout, and what does not fit is said.
 """
 
 import json
+import tracemalloc
 from math import prod
 
 import numpy as np
 import pytest
 
 from nnmpi import Layout, Worker, arrange, models, nn, optim, simulate
+from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import DataError, NnmpiError, ShapeError
+from nnmpi.compose.state import base_digest
+from nnmpi.models import pretrained
 from nnmpi.models.llama_files import LlamaSize
 from nnmpi.models.pretrained import load_pretrained, read_ends, read_size, save_pretrained
 from nnmpi.models.torch_weights import open_arrays
+from nnmpi.nn.lora import BaseDigest
+from nnmpi.nn.module import Normal
 from tests.harness.refusals import data_error, refuses, usage_error
 
 SIZE = LlamaSize(23, 9, 12, 2, 6, 3, 20, 4, 50.0)
@@ -165,3 +171,52 @@ def test_an_adapter_is_read_onto_its_base(tmp_path):
         tmp_path / "base",
         base_dtype="bf16",
     )
+
+
+@pytest.mark.parametrize("base_dtype", [None, "bf16"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(zero=3, unit_bytes=1)])
+def test_a_folder_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch, layout, base_dtype):
+    """Each rank has its part of the weights, and draws nothing that it reads."""
+    written = SIZE.build().initialize(seed=3).state()
+    save_pretrained(tmp_path, written, SIZE)
+    monkeypatch.setattr(pretrained, "ELEMENTS", 30)
+    monkeypatch.setattr(Normal, "__call__", lambda *_: pytest.fail("drawn, and read then"))
+
+    def program(group):
+        model = SIZE.build()
+        pretrained.leave_undrawn(model, SIZE)
+        if base_dtype:
+            nn.adapt(model, 2, base_dtype=base_dtype)
+        arranged = arrange(model, group, layout, np.zeros((1, 4), int))
+        model = arranged.model.initialize(storage=arranged.storage)
+        load_pretrained(model, tmp_path)
+        weights, _ = Worker(model, optim.SGD(model.storage, 0.1), group, arrangement=arranged).state()
+        found = {}
+        weights.gather(lambda name, array: found.update({name: array.copy()}))
+        return base_digest(arranged), found
+
+    def rounded(array):
+        return array.astype(bfloat16()) if base_dtype and array.ndim > 1 else array
+
+    digest = BaseDigest()
+    for name, array in written.items():
+        digest.add(name, rounded(array))
+    ranks = 1 if layout == Layout() else 2
+    for found, trained in simulate(program, ranks)[:1]:
+        if base_dtype:
+            assert found == str(digest)
+        else:
+            assert all(np.array_equal(trained[name], array) for name, array in written.items())
+
+
+def test_reading_takes_little_memory(tmp_path, monkeypatch):
+    size = LlamaSize(40_000, 8, 32, 1, 2, 2, 48, 16)
+    save_pretrained(tmp_path, size.build().initialize(seed=3).state(), size)
+    model = size.build().initialize()
+    monkeypatch.setattr(pretrained, "ELEMENTS", 2**15)
+    load_pretrained(model, tmp_path)  # imports what it needs
+    tracemalloc.start()
+    load_pretrained(model, tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size.vocabulary * size.features  # a fourth of the table

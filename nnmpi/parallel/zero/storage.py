@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from math import nan
@@ -439,13 +439,14 @@ class ShardedStorage(FlatStorage):
             bound[1].flags.writeable = False
         return bound
 
-    def write(self, span: Span, value: Array) -> None:
+    def write(self, span: Span, value: Array, first: int = 0) -> None:
         """See `FlatStorage.write`; in stage 3 this rank keeps its part alone."""
         if self.stage < 3:
-            super().write(span, value)
+            super().write(span, value, first)
         else:
-            local, in_parameter = self._part(span)
-            self.data[span.buffer][local] = value.reshape(-1)[in_parameter]
+            start = span.start + first
+            local, in_value = self._part(replace(span, start=start, stop=start + value.size))
+            self.data[span.buffer][local] = value.reshape(-1)[in_value]
             self.version.count += 1
 
     def _part(self, span: Span) -> tuple[slice, slice]:
@@ -789,15 +790,15 @@ class BaseStorage(ShardedStorage):
         while given:
             self.fill(*given.popitem())
 
-    def write(self, span: Span, value: Any) -> None:
+    def write(self, span: Span, value: Any, first: int = 0) -> None:
         """Write values; a parameter that stands for its own has none yet."""
         if value is not span.parameter:
-            super().write(span, value)
+            super().write(span, value, first)
 
-    def fill(self, parameter: Parameter, values: Array) -> None:
-        """Give a parameter its values, of which this rank keeps a part."""
+    def fill(self, parameter: Parameter, values: Array, first: int = 0) -> None:
+        """Give a parameter its values, or some rows as `write`; this rank keeps a part."""
         self._filled.add(parameter)
-        self.write(self._span_of[parameter], cast(values, self.dtype))
+        self.write(self._span_of[parameter], cast(values, self.dtype), first)
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter has got values."""
