@@ -282,6 +282,10 @@ class Compiled(Settled, read_once="pool"):
         Raises:
             OldValueError: if replays since the last audit may have been wrong.
         """
+        # so that a step's results are not in memory twice
+        for recording in self._held.values():
+            recording.program.release()
+        self.pool.free()
         recorder = Recorder()
         recorder.notes_lines, recorder.reads_mode = True, held.recorder.reads_mode
         used = getattr(held._watch, "arrays", ())

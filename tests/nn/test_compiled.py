@@ -260,7 +260,7 @@ def test_old_recordings_go(monkeypatch):
     assert not looked
     for _ in range(4):
         assert step(X, n).data[1, 2] == 5 * n
-    assert len(looked) == 1
+    assert len(looked) == 2  # by the first replay, and by that after a comparison
 
 
 def test_one_within_another_is_refused_when_it_was_called_before():
@@ -968,6 +968,23 @@ def test_results_that_do_not_live_at_one_time_share_memory():
     """Layers of nearly equal width, which fit badly by their size."""
     model = models.mlp((784,), 10, (128, 127, 126)).initialize(seed=0)
     step = nnmpi.compile(step_of(model))
-    for _ in range(4):  # the first call also inspects the model
+    for _ in range(5):  # the first call also inspects the model, the fourth is compared
         step(np.ones((128, 784), "float32"), np.arange(128) % 10)
     assert 0 < step.pool.size_bytes < 300_000
+
+
+def test_a_comparison_has_no_results_in_memory_twice():
+    """Those of replays are given back before it, and taken again after it: same numbers."""
+    rows, sizes = np.ones((64, 512), "float32"), []
+    step = nnmpi.compile(lambda x: (x * 3.0 + 1.0).sum())
+    do = step._do
+
+    def noting(*args):
+        sizes.append(step.pool.size_bytes)
+        return do(*args)
+
+    step._do = noting
+    results = [step(number * rows).item() for number in range(10)]
+    assert results == [float((number * rows * 3 + 1).sum()) for number in range(10)]
+    assert sizes == [0, 0, 0, 0]  # of calls 1, 2, 4 and 8
+    assert step.pool.size_bytes >= rows.nbytes

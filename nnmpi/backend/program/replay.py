@@ -45,6 +45,10 @@ class Arena:
             self.memory = np.empty(0, np.uint8)  # the old one is freed first
             self.memory = _aligned(count_bytes)
 
+    def free(self) -> None:
+        """Let go of the memory; programs get it again when they are replayed."""
+        self.memory = np.empty(0, np.uint8)
+
 
 class StepProgram(Drawn):
     """The calls of a recorded step.
@@ -58,7 +62,7 @@ class StepProgram(Drawn):
         self._recorded, self._arena = recorded, arena
         # what somebody else holds now, for good: the plan places what nobody holds
         self._held = recorded.held()
-        self._memory = np.empty(0, np.uint8)
+        self._memory: Array | None = None
         self._bound: tuple[Callable[[], object], ...] = ()
 
     @property
@@ -84,6 +88,10 @@ class StepProgram(Drawn):
         with np.errstate(**errors) if errors else nullcontext():
             for call in self._bound:
                 call()
+
+    def release(self) -> None:
+        """Let go of the memory until the next replay."""
+        self._bound, self._memory = (), None
 
     def picture(self) -> Picture:
         """Return the picture of the results' memory.
