@@ -954,7 +954,9 @@ class Normal:
 
     def __call__(self, generator: np.random.Generator, shape: Shape) -> Array:
         """Return float64 values of that shape."""
-        return generator.standard_normal(shape) * self.std
+        values = generator.standard_normal(shape)
+        values *= self.std  # in place: a table of many tokens is a model's largest array
+        return values
 
 
 @dataclass(frozen=True)
