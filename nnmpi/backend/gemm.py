@@ -94,7 +94,8 @@ def gemm(
         return out
     if rounds and a.dtype == b.dtype == FLOAT32:
         return _rounded_product(a, b, out, add)
-    if onednn.for_float32() is not None and onednn.takes(a, b, out):
+    # a row times a matrix reads the matrix once, which NumPy's BLAS does faster
+    if len(a) > 1 and onednn.for_float32() is not None and onednn.takes(a, b, out):
         if out is None:
             out = np.empty((a.shape[0], b.shape[1]), FLOAT32, like=a)
         call(onednn.multiply_exactly, (a, b), (out, add))
