@@ -16,7 +16,8 @@ so the gradients of the whole factor are summed over the ranks, which is `LoRA.w
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -175,7 +176,7 @@ def adapt(
         if not fitting:
             raise UsageError(
                 f"no linear layer is called {target!r}; there are"
-                f" {', '.join(map(repr, layers)) or 'none'}"
+                f" {', '.join(map(repr, _kinds(layers))) or 'none'}"
             )
         chosen |= fitting
     for name, layer in chosen.items():
@@ -208,6 +209,11 @@ def weights_kept_as(base_dtype: str | None, model: Module) -> dict[Parameter, Dt
             "base_dtype is for linear layers and embeddings, and the model has none; leave it out"
         )
     return dict.fromkeys(found, bfloat16())
+
+
+def _kinds(names: Iterable[str]) -> Iterable[str]:
+    """Return names of layers, those of all blocks as one pattern: "*.attention.q"."""
+    return dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in names)
 
 
 def _fits(model: Module, name: str, target: str) -> bool:

@@ -190,7 +190,9 @@ def test_a_folder_is_read_a_few_rows_at_a_time(tmp_path, monkeypatch, layout, ba
         arranged = arrange(model, group, layout, np.zeros((1, 4), int))
         model = arranged.model.initialize(storage=arranged.storage)
         load_pretrained(model, tmp_path)
-        weights, _ = Worker(model, optim.SGD(model.storage, 0.1), group, arrangement=arranged).state()
+        weights, _ = Worker(
+            model, optim.SGD(model.storage, 0.1), group, arrangement=arranged
+        ).state()
         found = {}
         weights.gather(lambda name, array: found.update({name: array.copy()}))
         return base_digest(arranged), found

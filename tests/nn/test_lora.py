@@ -122,9 +122,9 @@ def test_a_base_without_values_draws_those_of_the_model_without_adapters():
 
 def test_what_could_not_be_trained_is_refused():
     model = gpt()
-    usage_error(
-        "no linear layer is called 'w'; there are '2.attention.qkv'", nn.adapt, model, 2, None, "w"
-    )
+    layers = r"'\*.attention.qkv', '\*.attention.proj', '\*.mlp.0', '\*.mlp.2'$"
+    sentence = f"no linear layer is called 'w'; there are {layers}"
+    usage_error(sentence, nn.adapt, model, 2, None, "w")
     usage_error("LoRA's rank", nn.adapt, model, 0)
     nn.adapt(gpt(), 2)
     usage_error("single layer", nn.adapt, nn.Linear(3, 2))
