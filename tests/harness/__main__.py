@@ -6,8 +6,9 @@ Without options, tests marked slow are left out, and most cases of a test that h
 of messages and collectives run on 2, 3 and 4 ranks, other MPI tests on one of these, dealt out by
 name, and each simulated test on one of 12 numbers of ranks. Several runs go at once.
 
---all adds the slow tests. MPI tests of messages and collectives then run on 1, 2, 3, 4, 6 and 8
-ranks, the others on one of these except 1. --rest runs only what --all adds.
+--all adds the slow tests, and of tests that cross parameters the cases in which all pairs of
+values meet. MPI tests of messages and collectives then run on 1, 2, 3, 4, 6 and 8 ranks, the others
+on one of these except 1. --rest runs only what --all adds.
 
 Other arguments are pytest's (paths, -k, -x). With them the runs follow one another, print at once,
 and leave nothing out.

@@ -6,11 +6,17 @@ but four or an eighth, of one of whole trainings all but one or an eighth; names
 MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on
 one of 2, 3, 4, 6 and 8. Those of messages themselves run on 2, 3 and 4, and with --all on 6 or 8,
 too. For simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
+
+With --all, of a test that crosses parameters the cases run in which all pairs of values meet, and
+where it crosses two, each value with some of the other; see `beyond_cover`. pytest by itself runs
+all cases, and so does scripts/test that is given a file.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from itertools import combinations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -22,6 +28,7 @@ FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 CASES = 4  # of a test that has no more, all run
 CASES_OF_A_TRAINING = 1  # which take long
+MEETINGS = 2  # with --all, of each value where a test crosses two parameters
 WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("lab/", "nn/", "optim/", "data/", "models/", "commands/", "tensor/")
@@ -49,10 +56,10 @@ def options(ranks, among, everything, rest=False):
     """
     but = ["--but-plain"] * rest
     if ranks == 0:
-        return ["--sizes", "1", *but] if everything else ["--quick"]
+        return ["--cover", "--sizes", "1", *but] if everything else ["--quick"]
     shared = [item for item in among if item > ALONE or not everything]
     return [
-        *([] if everything and ranks <= FEW else ["--quick"]),
+        *(["--cover"] if everything and ranks <= FEW else ["--quick"]),
         "--deal",
         ",".join(map(str, shared)),
         *but,
@@ -74,17 +81,58 @@ def beyond(tests, most=most_cases):
         tests: all cases of all tests.
         most: of (a case, the number of its test's cases), how many of them are not returned.
     """
-    cases = {}
-    for item in tests:
-        name = WORLD.sub("", item.nodeid)
-        cases.setdefault(name.partition("[")[0], {}).setdefault(name, []).append(item)
     result = []
-    for named in cases.values():
+    for named in _cases(tests):
         ((first, *_), *_) = named.values()
         order = {name: (_needs_more(named[name][0]), crc32(name.encode())) for name in named}
         for name in sorted(named, key=order.__getitem__)[most(first, len(named)) :]:
             result += named[name]
     return result
+
+
+def beyond_cover(tests):
+    """Return the cases of tests that cross parameters in which nothing meets anew.
+
+    Of three parameters and more, every two values that meet in any case meet in one that stays. Of
+    two that would be all cases; there each value stays in `MEETINGS` cases. What a plain run has
+    stays and counts.
+    """
+    result = []
+    for named in _cases(tests):
+        met = Counter()
+        order = {name: (_is_slow(named[name][0]), crc32(name.encode())) for name in named}
+        for name in sorted(named, key=order.__getitem__):
+            values = _crossed(named[name][0])
+            shown, times = (values, MEETINGS) if len(values) < 3 else (combinations(values, 2), 1)
+            shown = [*shown]
+            is_new = len(values) < 2 or any(met[item] < times for item in shown)
+            if is_new or not _is_slow(named[name][0]):
+                met.update(shown)
+            else:
+                result += named[name]
+    return result
+
+
+def _cases(tests):
+    """Return for each test its cases: the items of each, which differ in their numbers of ranks."""
+    cases = {}
+    for item in tests:
+        name = WORLD.sub("", item.nodeid)
+        cases.setdefault(name.partition("[")[0], {}).setdefault(name, []).append(item)
+    return cases.values()
+
+
+def _crossed(test):
+    """Return a case's values, each with the number of its `parametrize`, without ranks."""
+    call = getattr(test, "callspec", None)
+    # pytest has no public name for them: its `indices` count whole cases, and ids have hyphens
+    names = [] if call is None else call._idlist
+    return [part for part in enumerate(names) if not WORLD.fullmatch(part[1])]
+
+
+def _is_slow(test):
+    """Return whether a plain run leaves a case out."""
+    return test.get_closest_marker("slow") is not None
 
 
 def _needs_more(test):

@@ -49,9 +49,14 @@ def start_quietly():
 
 
 def pytest_addoption(parser):
-    """Add --quick, --deal and --but-plain."""
+    """Add --quick, --cover, --deal and --but-plain."""
     parser.addoption(
         "--quick", action="store_true", help="leave out the tests that are marked slow"
+    )
+    parser.addoption(
+        "--cover",
+        action="store_true",
+        help="of tests that cross parameters, the cases in which all pairs of values meet",
     )
     words = (
         "numbers of ranks over which MPI tests are dealt out, all but those of messages themselves"
@@ -74,11 +79,17 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items):
-    """Mark as slow the cases that a plain run leaves out, before others choose."""
+def pytest_collection_modifyitems(config, items):
+    """Mark as slow the cases that a plain run leaves out, before others choose; leave out those
+    that --all does without.
+    """
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     for item in left_out.beyond(quick):
         item.add_marker(pytest.mark.slow(MORE_CASES))
+    if config.option.cover:
+        others = {*left_out.beyond_cover(items)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     return (yield)
 
 

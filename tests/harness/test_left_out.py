@@ -1,12 +1,13 @@
 """What is left out where: nothing that is not run elsewhere."""
 
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.harness import left_out
-from tests.harness.left_out import beyond, options, reason
+from tests.harness.left_out import beyond, beyond_cover, options, reason
 from tests.harness.records import PASSED
 from tests.harness.simulated import most_ranks
 from tests.harness.slow import HARNESS
@@ -97,12 +98,48 @@ def test_cases_for_many_ranks_are_left_to_runs_that_have_them():
     ]
 
 
+def crossed(*values, quick=()):
+    """Return cases that cross values on two numbers of simulated ranks; all but some are slow."""
+    result = []
+    for case in product(*values):
+        for size in (2, 33):
+            name = "-".join([f"{size}-ranks-seed-0", *case])
+            entry = item(f"ops/a.py::test_b[{name}]", **({} if case in quick else {"slow": ("",)}))
+            entry.callspec = SimpleNamespace(_idlist=[f"{size}-ranks-seed-0", *case])
+            result.append(entry)
+    return result
+
+
+def kept(cases):
+    """Return the values of the cases that --all runs."""
+    others = {id(case) for case in beyond_cover(cases)}
+    return [case.callspec._idlist[1:] for case in cases if id(case) not in others]
+
+
+def test_all_pairs_of_three_parameters_meet():
+    values = ["abcde", "fghi", "klm"]
+    quick = [("a", "f", "k"), ("b", "f", "k")]
+    few = kept(crossed(*values, quick=quick))
+    pairs = {pair for case in few for pair in combinations(case, 2)}
+    assert pairs == {pair for case in product(*values) for pair in combinations(case, 2)}
+    assert len(few) < 2 * 40 and all([*case] in few for case in quick)
+
+
+def test_of_two_parameters_each_value_meets_some():
+    few = kept(crossed("abcdefgh", "kl-m"))
+    names = [value for case in few[::2] for value in case]
+    assert min(names.count(value) for value in "abcdefghkl-m") >= left_out.MEETINGS
+    assert len(few) < 2 * 20
+    one = crossed("abcdefgh")
+    assert kept(one) == [case.callspec._idlist[1:] for case in one]
+
+
 def test_options_of_a_run():
     """A plain one leaves out what is slow; with --all it runs on few ranks."""
     quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
     expected = {
-        0: ["--sizes", "1"],
-        **dict.fromkeys([1, 2, 3, 4], deal),
+        0: ["--cover", "--sizes", "1"],
+        **dict.fromkeys([1, 2, 3, 4], ["--cover", *deal]),
         **dict.fromkeys([6, 8], quick + deal),
     }
     assert {
@@ -118,6 +155,9 @@ PLANTED = """
 import pytest
 @pytest.mark.parametrize("number", range(12))
 def test_serial(number): pass
+@pytest.mark.parametrize("letter", "abcdef")
+@pytest.mark.parametrize("number", range(6))
+def test_crossed(number, letter): pass
 @pytest.mark.slow("why")
 def test_slow(): pass
 @pytest.mark.simulated
