@@ -5,7 +5,8 @@ Slow tests are left out where a quicker one of the kind runs, and of a test with
 but four or an eighth, of one of whole trainings all but one or an eighth; names tell which. Most
 MPI tests are dealt out: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on
 one of 2, 3, 4, 6 and 8. Those of messages themselves run on 2, 3 and 4, and with --all on 6 or 8,
-too. For simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
+too; but what a plain run leaves out of them is dealt out to 2, 3 and 4, as all slow tests are. For
+simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
 
 With --all, of a test that crosses parameters the cases run in which all pairs of values meet, and
 where it crosses two, each value with some of the other; see `beyond_cover`. pytest by itself runs
@@ -187,10 +188,10 @@ def reason(test, ranks, quick, among):
     place = _place(test)
     if quick and place.startswith(CHECKED):
         return "scripts/check runs it"
-    dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)
+    dealt = slow is not None or (is_dealt(test) and not (is_contract(test) and ranks > FEW))
     needed = test.get_closest_marker("needs_ranks")
     able = [item for item in among if needed is None or item in needed.args]
-    if ranks > FEW and not is_dealt(test):
+    if ranks > FEW and slow is None and not is_dealt(test):
         dealt, able = True, [item for item in able if item > FEW]
     if slow is not None:
         able = [item for item in able if item <= FEW]

@@ -58,8 +58,10 @@ def test_messages_are_tried_on_one_of_many_ranks():
     assert {len(run) for run in runs} == {4}
 
 
-def test_what_is_slow_is_dealt_to_few_ranks():
-    slow = [item(f"equivalence/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
+@pytest.mark.parametrize("place", ["equivalence", "comm"])
+def test_what_is_slow_is_dealt_to_few_ranks(place):
+    """Of messages, too."""
+    slow = [item(f"{place}/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
     assert {tuple(runs_on(entry, left_out.ALL_RANKS[1:], quick=False)) for entry in slow} == {
         (2,),
         (3,),
