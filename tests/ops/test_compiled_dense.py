@@ -217,7 +217,10 @@ def test_relu_has_the_plain_bits(compiled_calls):
     assert compiled_calls == ["relu", "relu_grad"]
 
 
-# Windows, and strides with dilations. A window is compiled for each stride, in seconds.
+# Windows, and strides with dilations. A window is compiled for each stride and each number of
+# channels, in seconds: the usual ones meet all sizes, the others one.
+SIZES = [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)]
+USUAL = 2
 WINDOWS = [
     ((3, 3), (1, 1)),
     ((1, 5), (1, (1, 2))),
@@ -228,10 +231,17 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(
-    "kernel, steps", cases(WINDOWS, lambda *pair: pair in WINDOWS[:2], KERNELS)
+    "sizes, kernel, steps",
+    cases(
+        [
+            *((sizes, *window) for sizes in SIZES for window in WINDOWS[:USUAL]),
+            *((sizes, *window) for sizes, window in zip(SIZES, WINDOWS[USUAL:], strict=True)),
+        ],
+        lambda _, *window: window in WINDOWS[:USUAL],
+        KERNELS,
+    ),
 )
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
-@pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])
 def test_depthwise_convolution(sizes, padding, kernel, steps, compiled_calls):
     """Of images whose last rows and columns no window sees, too; by stride and dilation."""
     stride, dilation = steps
