@@ -93,7 +93,10 @@ def main():
         _say(slowest(suites, options.slowest))
     _say(table(suites, time.monotonic() - begin))
     if quick:
-        _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
+        _say(
+            "scripts/test --all runs what was left out, of crossed parameters all pairs, and MPI"
+            " tests on 1, 6 and 8 ranks, too\n"
+        )
     return int(
         any(suite.failures for suite in suites) or not any(suite.outcomes for suite in suites)
     )
@@ -126,7 +129,10 @@ def _parser():
     add(
         "--all",
         action="store_true",
-        help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks",
+        help=(
+            "slow tests, too, all pairs of parameters that a test crosses, and the MPI tests on 1,"
+            " 2, 3, 4, 6 and 8 ranks"
+        ),
     )
     add("--rest", action="store_true", help="only what --all adds")
     add("--changed", action="store_true", help="the test files that a change touches")
