@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend import onednn
-from nnmpi.backend.array import Array, Matrices, Shape, empty, namespace
+from nnmpi.backend.array import Array, Dtype, Matrices, Shape, empty, namespace
 from nnmpi.backend.blas import (
     blas_pool,
     has_small_products,
@@ -37,6 +37,8 @@ from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
 LOW = 2**17  # multiplications from which on oneDNN takes less time than NumPy, which rounds slowly
+BITS: Dtype = np.dtype(np.uint16)  # as which bfloat16 is kept on the host
+_ROUNDED = frozenset((FLOAT32, BITS))  # the dtypes of operands that are rounded, or are already
 STRIPED = 64  # the most rows for strips of a transposed matrix
 # Elements of a result on a device whose rows are aligned; of a smaller one the product takes little
 # time anyway, and contiguous arrays have more kernels. Not measured.
@@ -60,7 +62,8 @@ def gemm(
             float32.
         add: add the product to `out` instead of overwriting it.
         dtype: the result's dtype on a device, if `out` is None; by default a's.
-        rounds: on the host, round the elements of float32 operands to bfloat16.
+        rounds: on the host, round the elements of float32 operands to bfloat16. Operands may come
+            from `rounded_once`.
 
     Raises:
         DtypeError: on a device, when a and b differ in dtype, or `out` has a dtype not named above.
@@ -92,7 +95,7 @@ def gemm(
         # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
         call(products.multiply, (a, b), (out, add, precision() != "float32"))
         return out
-    if rounds and a.dtype == b.dtype == FLOAT32:
+    if rounds and {a.dtype, b.dtype} <= _ROUNDED:
         return _rounded_product(a, b, out, add)
     # a row times a matrix reads the matrix once, which NumPy's BLAS does faster
     if len(a) > 1 and onednn.for_float32() is not None and onednn.takes(a, b, out):
@@ -134,12 +137,36 @@ def name_products() -> str:
 
 def _rounded_product(a: Array, b: Array, out: Any, add: bool) -> Array:
     """Return the product of operands that are rounded to bfloat16, see `gemm`."""
-    if min(a.ndim, b.ndim) < 2 or a.size * b.shape[-1] < LOW or onednn.installed() is None:
+    is_given = BITS in (a.dtype, b.dtype)
+    if not is_given and (min(a.ndim, b.ndim) < 2 or not _is_by_onednn(a.size * b.shape[-1])):
         return gemm(round_to_bfloat16(a), round_to_bfloat16(b), out, add)
     if out is None:
         out = np.empty(product_shape(a.shape, b.shape), FLOAT32, like=a)
     call(onednn.multiply, (a, b), (out, add))
     return out
+
+
+def rounded_once(x: Array, multiplications: int) -> Array:
+    """Return an operand for several products by `gemm` with `rounds`, so that it is rounded once.
+
+    Args:
+        x: of the host, any shape and strides.
+        multiplications: of each of the products.
+
+    Returns:
+        A contiguous array of x's shape: the bfloat16 as whole numbers of 16 bits, if oneDNN
+        computes such products; else x itself, which `gemm` rounds.
+    """
+    if x.dtype != FLOAT32 or x.ndim < 2 or not _is_by_onednn(multiplications):
+        return x
+    out = np.empty(x.shape, BITS, like=x)
+    call(onednn.lower, (x,), (out,))
+    return out
+
+
+def _is_by_onednn(multiplications: int) -> bool:
+    """Whether oneDNN computes a product of rounded operands."""
+    return multiplications >= LOW and onednn.installed() is not None
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:

@@ -27,6 +27,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -490,10 +491,16 @@ def lower(x: Array, out: Array) -> None:
     Raises:
         DeviceError: when the library fails.
     """
-    x, session = np.ascontiguousarray(x).reshape(1, x.size), _session()
-    if x.size:
+    if not x.size:
+        return
+    session = _session()
+    if x.flags.c_contiguous or not _is_readable(x):
+        x = np.ascontiguousarray(x).reshape(1, x.size)
         rounding = session.made((session.threads(), x.size), lambda: _rounding(session, x)[0])
-        rounding(x.ctypes.data, out.ctypes.data)
+    else:  # its axes change their order as they are rounded
+        key = (session.threads(), "lower", x.shape, x.strides)
+        rounding = session.made(key, lambda: _lowering(session, x))
+    rounding(x.ctypes.data, out.ctypes.data)
 
 
 def round_into(x: Array, out: Array) -> None:
@@ -521,6 +528,14 @@ def _rounding(session: _Session, x: Array) -> tuple[_Primitive, Shape]:
     exact = session.description(*_matrices(x.shape, _elements(x)), _FLOAT32)
     low = session.description(*_matrices(x.shape, strides), _BFLOAT16)
     return session.reordering(f"rounding an array of shape {x.shape}", exact, low), strides
+
+
+def _lowering(session: _Session, x: Array) -> _Primitive:
+    """Return the primitive that rounds arrays of these strides into contiguous ones."""
+    order = tuple(prod(x.shape[i + 1 :]) for i in range(x.ndim))
+    exact = session.description(*_matrices(x.shape, _elements(x)), _FLOAT32)
+    low = session.description(*_matrices(x.shape, order), _BFLOAT16)
+    return session.reordering(f"rounding an array of shape {x.shape}", exact, low)
 
 
 class _Product:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape
-from nnmpi.backend.gemm import empty_rows, gemm, in_rows
+from nnmpi.backend.gemm import empty_rows, gemm, in_rows, rounded_once
 from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import ShapeError, UsageError
@@ -30,7 +30,8 @@ class LinearFunction(Function):
     float32 and writes y in half precision. dW and db have the dtypes of W and b (float32); the GEMM
     writes dW, or adds it, in the flat gradients.
 
-    On the host, in bf16, the GEMM reads x, W and d rounded to bfloat16; all arrays are float32.
+    On the host, in bf16, the GEMM reads x, W and d rounded to bfloat16; all arrays are float32. Of
+    the three products two read x, and two d: both are rounded once, and the rounded x is kept.
     """
 
     __slots__ = ()
@@ -60,6 +61,8 @@ class LinearFunction(Function):
         flat = len(shape) == 2
         # not -1, which NumPy cannot infer for an empty array
         flat_shape = shape if flat else (prod(shape[:-1]), shape[-1])
+        if self.rounds:
+            x = rounded_once(x, x.size * weight.shape[1])
         rows = x if flat else xp.reshape(x, flat_shape)
         dtype = self.product_dtype
         if dtype is None:
@@ -92,6 +95,8 @@ class LinearFunction(Function):
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
             kernels.bias_grad(grad, to_bias)
+        if self.rounds:
+            grad = rounded_once(grad, grad.size * shape[-1])
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
             dtype = None if dtypes is None else dtypes[1]

@@ -15,6 +15,7 @@ import nnmpi
 from nnmpi import Tensor, nn, ops, optim, simulate, use_precision
 from nnmpi.backend import gemm, onednn
 from nnmpi.backend.blas import loaded_pools
+from nnmpi.backend.gemm import rounded_once
 from nnmpi.backend.precision import describe_products, round_to_bfloat16
 from nnmpi.base.errors import DeviceError
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
@@ -87,6 +88,42 @@ def test_any_product(case):
     again = np.zeros_like(out)
     onednn.multiply(a, low, again, False)
     check_near(again, np.matmul(round_to_bfloat16(a), round_to_bfloat16(b)))
+
+
+@HERE
+@pytest.mark.parametrize("lie", LIES)
+def test_an_operand_that_is_rounded_once_gives_the_same_bits(lie):
+    """In whatever order it lies, and as either operand."""
+    x, right, left = placed(draw(96, 80), lie), draw(80, 64), draw(64, 96)
+    low = rounded_once(x, x.size * 64)
+    assert low.dtype == np.uint16 and low.flags.c_contiguous
+    np.testing.assert_array_equal(
+        gemm.gemm(low, right, rounds=True), gemm.gemm(x, right, rounds=True)
+    )
+    np.testing.assert_array_equal(
+        gemm.gemm(left, low, rounds=True), gemm.gemm(left, x, rounds=True)
+    )
+    assert rounded_once(x, gemm.LOW - 1) is x
+
+
+@HERE
+def test_a_linear_layer_rounds_each_array_once(monkeypatch):
+    """x and the result's gradient, though each is in two products; x may be a transposed view."""
+    sizes, lower = [], onednn.lower
+    monkeypatch.setattr(onednn, "lower", lambda x, out: (sizes.append(x.size), lower(x, out))[1])
+    layer = nn.Linear(96, 64).initialize(seed=0)
+    x, grad = Tensor(draw(4, 96, 32), requires_grad=True), draw(4, 32, 64, seed=1)
+    with use_precision("bf16"):
+        y = layer(x.swapaxes(1, 2))
+        y.backward(grad)
+    assert sizes == [x.size, y.size]
+    rows, weight, sent = (
+        round_to_bfloat16(item)
+        for item in (x.data.swapaxes(1, 2).reshape(-1, 96), layer.weight.data, grad.reshape(-1, 64))
+    )
+    check_near(y.data.reshape(-1, 64), rows @ weight + layer.bias.data)
+    check_near(layer.weight.grad, rows.T @ sent)
+    check_near(x.grad, (sent @ weight.T).reshape(4, 32, 96).swapaxes(1, 2))
 
 
 @HERE
