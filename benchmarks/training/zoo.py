@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def our_step(name: str, who: str, ranks: int, precision: str) -> Callable[[], ob
 
     def run() -> object:
         with (
-            nnmpi.jit(who == OURS[1]),
+            nnmpi.jit() if who == OURS[1] else nullcontext(),
             nnmpi.use_precision(precision),
             nn.training(step=optimizer.steps),
         ):
