@@ -10,7 +10,7 @@ In bf16 operands of NumPy's float32 products are rounded; oneDNN multiplies them
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -271,16 +271,18 @@ def multiplier(b: Array, rounds: bool = False) -> Callable[..., Any]:
 
 
 def _rounding_multiplier(b: Array) -> Callable[..., Any]:
-    """Return the `multiplier` of rounded operands. It rounds b once."""
+    """Return the `multiplier` of rounded operands. It rounds b once, for each way that is taken."""
     low = None if onednn.installed() is None else onednn.rounded(b)
-    exact = round_to_bfloat16(b)
-    small = multiplier(exact)
+
+    @cache
+    def small() -> Callable[..., Any]:
+        return multiplier(round_to_bfloat16(b))
 
     def times(a: Array, out: Array, add: bool = False) -> None:
         if low is not None and a.size * b.shape[1] >= LOW:
             call(onednn.multiply, (a, low), (out, add))
         else:
-            small(round_to_bfloat16(a), out, add)
+            small()(round_to_bfloat16(a), out, add)
 
     return times
 

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, empty, is_array, namespace
-from nnmpi.backend.gemm import gemm, multiplier
+from nnmpi.backend.gemm import gemm, multiplier, rounded_once
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.backend.precision import rounds_products
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
@@ -317,13 +317,15 @@ class RecurrentFunction(Function):
             sigmoids: the first columns, of the gates that are sigmoids: sums and results are
                 halved, exactly, since a sigmoid is (1 + tanh(x / 2)) / 2.
         """
-        xp, kernels = namespace(weight), kernels_of(weight)
+        xp, kernels, gates = namespace(weight), kernels_of(weight), weight.shape[1]
+        if self.rounds:  # never of a table, see `TokenRows.are_many`
+            x = rounded_once(x, x.size * gates)
         inputs = InputRows.of(packing, x, table)
         if sigmoids and not kernels.of_device:  # whose steps halve
             halves = xp.ones(len(bias), weight.dtype)
             halves[:sigmoids] = 0.5
             weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
-        products = empty(xp, (len(inputs.rows), weight.shape[1]), weight.dtype)
+        products = empty(xp, (len(inputs.rows), gates), weight.dtype)
         gemm(inputs.rows, weight, products, rounds=self.rounds)
         bias = xp.ascontiguousarray(bias)
         return inputs, kernels, inputs.pick(products), self.times(recurrent), bias
@@ -349,18 +351,22 @@ class RecurrentFunction(Function):
         """
         to_x = to_bias = to_table = None
         sums = inputs.sums(to_gates)
+        right = to_gates if to_product is None else to_product
+        if self.needs[3]:
+            to_bias = place_for(self, 3, sums.shape[1:], sums.dtype)
+            bias_grad(sums, to_bias)
+        if self.rounds:  # for all of its products
+            is_same, features = right is sums, hidden.after.shape[1]
+            sums = rounded_once(sums, sums.size * min(len(weight), features))
+            right = sums if is_same else right
         if self.needs[-1]:
             to_table = gemm(sums, weight.T, *self.sum_into(-1), rounds=self.rounds)
         if self.needs[0]:
             to_x = packing.padded(gemm(sums, weight.T, rounds=self.rounds))
-        right = to_gates if to_product is None else to_product
         to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
             gemm(left.T, grad, *self.sum_into(i), rounds=self.rounds) if self.needs[i] else None
             for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(), right))
         )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, sums.shape[1:], sums.dtype)
-            bias_grad(sums, to_bias)
         return to_x, to_weight, to_recurrent, to_bias, to_table
 
 

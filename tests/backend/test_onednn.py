@@ -127,6 +127,19 @@ def test_a_linear_layer_rounds_each_array_once(monkeypatch):
 
 
 @HERE
+@pytest.mark.parametrize("layer, gates", [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_a_recurrent_layer_rounds_all_steps_once(layer, gates, monkeypatch):
+    """x, and the gates' gradient, of which a GRU has a second one in a single product."""
+    sizes, lower = [], onednn.lower
+    monkeypatch.setattr(onednn, "lower", lambda x, out: (sizes.append(x.size), lower(x, out))[1])
+    x = Tensor(draw(16, 8, 48), requires_grad=True)
+    with use_precision("bf16"):
+        y = layer(48, 32).initialize(seed=0)(x)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+    assert sizes == [x.size, 16 * 8 * gates * 32]
+
+
+@HERE
 def test_nothing_to_add_up():
     out = np.ones((3, 2), np.float32)
     onednn.multiply(draw(3, 0), draw(0, 2), out, True)
