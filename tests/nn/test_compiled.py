@@ -973,6 +973,7 @@ def test_results_that_do_not_live_at_one_time_share_memory():
     assert 0 < step.pool.size_bytes < 300_000
 
 
+@pytest.mark.host_only("a device's memory is a pool of CuPy's")
 def test_a_comparison_has_no_results_in_memory_twice():
     """Those of replays are given back before it, and taken again after it: same numbers."""
     rows, sizes = np.ones((64, 512), "float32"), []
